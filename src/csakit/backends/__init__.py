@@ -1,0 +1,67 @@
+"""Which backend runs, and why.
+
+reference   the specification as dense torch: any device, any dtype; holds T x E scores per head.
+cpu         chunks of queries on CPU tensors: bounded memory, the default there.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+import torch
+
+from .. import checks
+
+NAMES = ("reference", "cpu")
+
+_forced: tuple[str, int] | None = None
+
+
+class backend:
+    """Forces a backend inside `with csakit.backend(name): ...`; an explicit choice runs or raises why it cannot.
+
+    Args:
+        name: "reference" or "cpu".
+        tile: queries per chunk of the cpu backend (tests, tuning); results differ by rounding only.
+
+    Raises:
+        ValueError: an unknown name, or a tile for a backend that has none.
+    """
+
+    def __init__(self, name: str, *, tile: int | None = None) -> None:
+        if name not in NAMES:
+            raise ValueError(f"backend must be one of {', '.join(NAMES)}; got {name!r}")
+        if tile is not None:
+            checks.whole("tile", tile, at_least=1)
+            if name == "reference":
+                raise ValueError("tile is for backends that work in chunks; the reference has none")
+        self._choice = (name, tile or 0)
+
+    def __enter__(self) -> backend:
+        global _forced
+        self._before = _forced
+        _forced = self._choice
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        global _forced
+        _forced = self._before
+
+
+def choose(device: torch.device) -> tuple[str, int]:
+    """(name, tile) of the backend for tensors on this device; tile 0 leaves the choice to the backend.
+
+    Raises:
+        RuntimeError: the backend asked for cannot run there.
+    """
+    if _forced is None:
+        return ("cpu" if device.type == "cpu" else "reference"), 0
+    if _forced[0] == "cpu" and device.type != "cpu":
+        raise RuntimeError(f"backend 'cpu' was asked for, but the tensors are on {device}. Move them, or leave the choice to csakit")
+    return _forced
+
+
+def load(name: str) -> ModuleType:
+    """The module of a backend."""
+    return importlib.import_module(f"{__name__}.{name}")

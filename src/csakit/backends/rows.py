@@ -1,0 +1,69 @@
+"""What all backends share: the ranges they work on, the precision they work in, and one row of the objective."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+INF = float("inf")
+
+
+class Ranges(NamedTuple):
+    """The part of a Layout that decides who sees whom."""
+
+    valid: Tensor  # [B, T] bool
+    window_start: Tensor  # [B, T] first kv row of the window
+    entry_start: Tensor  # [B, T] first visible entry
+    entry_stop: Tensor  # [B, T] one past the last
+    kv_offset: int  # query t is kv row t + kv_offset
+
+
+def accumulator(*tensors: Tensor | None) -> torch.dtype:
+    """The dtype of scores, statistics and sums: fp64 when an input is fp64, else fp32."""
+    return torch.float64 if any(x is not None and x.dtype == torch.float64 for x in tensors) else torch.float32
+
+
+def subtrahend(lse: Tensor) -> Tensor:
+    """lse, ready for exp(logit - lse): a row that attends nothing (-inf) gets +inf, so that its probabilities are 0 and never NaN."""
+    return torch.where(lse == -INF, INF, lse)
+
+
+def kl_rows(scores: Tensor, log_mass: Tensor) -> tuple[Tensor, Tensor]:
+    """KL(teacher || student) of each token and its gradient for the scores.
+
+    scores, log_mass [.., S, N] -> kl [..], the mean over the S sets, and direction [.., S, N], the gradient of kl:
+    (student - teacher) / S. A slot is empty where its score is -inf; a set without teacher has KL 0 and gradient 0.
+
+        teacher = softmax(log_mass), student = softmax(scores), KL = sum teacher * (ln teacher - ln student)   (V3.2 eq. 3, 4)
+    """
+    live = scores != -INF
+    log_mass = torch.where(live, log_mass, -INF)
+    total = log_mass.logsumexp(-1, keepdim=True)
+    taught = live & (total != -INF)
+    log_teacher = torch.where(taught, log_mass - total, -INF)
+    log_student = torch.where(taught, scores - scores.logsumexp(-1, keepdim=True), -INF)
+    teacher = log_teacher.exp()
+    terms = torch.where(teacher == 0, 0, teacher * (log_teacher - log_student))  # 0 ln 0 = 0
+    sets = scores.shape[-2]
+    return terms.sum((-1, -2)) / sets, (log_student.exp() - teacher) / sets
+
+
+def over_ranks(log_mass: Tensor, group: str) -> Tensor:
+    """The log-mass of all heads, when they are sharded over a process group ("": they are not).
+
+    One row maximum, one sum: logsumexp over the ranks. Whoever normalises does so afterwards, once.
+    """
+    if not group:
+        return log_mass
+    from torch import distributed
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    ranks = _resolve_process_group(group)
+    greatest = log_mass.amax(-1, keepdim=True) if log_mass.shape[-1] else log_mass.new_full((*log_mass.shape[:-1], 1), -INF)
+    distributed.all_reduce(greatest, distributed.ReduceOp.MAX, group=ranks)
+    greatest = torch.where(greatest.isfinite(), greatest, 0)
+    total = (log_mass - greatest).exp()
+    distributed.all_reduce(total, group=ranks)
+    return total.log() + greatest

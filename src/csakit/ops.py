@@ -1,0 +1,320 @@
+"""The one boundary between verbs and backends: `torch.ops.csakit.*` and their autograd Functions.
+
+Each op has a schema, a fake (shapes for torch.compile), and an implementation that calls the chosen backend with autocast switched
+off: scores, statistics and losses keep the precision their inputs ask for. Gradients are ops too; the autograd Functions
+outside connect them. Shapes are normal here: keys [B, N, G, D], indices [B, T, S, K].
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import backends
+from .backends.rows import Ranges, accumulator, kl_rows, over_ranks
+
+_RANGES = "Tensor valid, Tensor window_start, Tensor entry_start, Tensor entry_stop, int kv_offset"
+_BACKEND = "str backend, int tile"
+_ATTEND = f"Tensor q, Tensor? kv, Tensor? entries, Tensor? values, Tensor? entry_values, Tensor? sink, Tensor? indices, {_RANGES}"
+_INDEX = "Tensor q_index, Tensor k_index, Tensor? weights"
+_DENSE = f"{_INDEX}, Tensor q, Tensor entries, Tensor lse, {_RANGES}"
+_DENSE_OPTIONS = f"float index_scale, float scale, bool relu, int sets, str group, {_BACKEND}"
+
+_library = torch.library.Library("csakit", "DEF")
+
+
+def _define(name: str, arguments: str, returns: str) -> Any:
+    """Decorator of a class that holds the two faces of an op: `fake` and `run`."""
+
+    def register(op: Any) -> Any:
+        def run(*args: Any) -> Any:
+            device = next(x.device.type for x in args if isinstance(x, Tensor))
+            with torch.autocast(device, enabled=False):
+                return op.run(*args)
+
+        _library.define(f"{name}({arguments}) -> {returns}")
+        _library.impl(name, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"csakit::{name}", op.fake, lib=_library)
+        return op
+
+    return register
+
+
+def _backend(name: str, tile: int) -> tuple[Any, dict[str, int]]:
+    return backends.load(name), {"tile": tile} if tile else {}
+
+
+def _or_empty(x: Tensor | None, like: Tensor) -> Tensor:
+    """Ops return tensors: what is not there is an empty one."""
+    return like.new_empty(0) if x is None else x
+
+
+def _contiguous(x: Tensor | None, like: Tensor) -> Tensor:
+    return like.new_empty(0) if x is None else x.new_empty(x.shape)
+
+
+@_define("attend", f"{_ATTEND}, float scale, int value_width, bool teacher, {_BACKEND}", "(Tensor, Tensor, Tensor)")
+class _Attend:
+    @staticmethod
+    def run(q, kv, entries, values, entry_values, sink, indices, valid, ws, es, ee, off, scale, value_width, teacher, name, tile):  # type: ignore[no-untyped-def]
+        module, options = _backend(name, tile)
+        out, lse, mass = module.attend(
+            q, kv, entries, values, entry_values, sink, indices, Ranges(valid, ws, es, ee, off),
+            scale=scale, value_width=value_width, teacher=teacher, **options,
+        )  # fmt: skip
+        return out, lse, _or_empty(mass, lse)
+
+    @staticmethod
+    def fake(q, kv, entries, values, entry_values, sink, indices, valid, ws, es, ee, off, scale, value_width, teacher, name, tile):  # type: ignore[no-untyped-def]
+        lse = q.new_empty(q.shape[:3], dtype=accumulator(q, kv, entries, values, entry_values))
+        mass = lse.new_empty(indices.shape) if teacher and indices is not None else lse.new_empty(0)
+        return q.new_empty(*q.shape[:3], value_width), lse, mass
+
+
+@_define(
+    "attend_backward",
+    f"Tensor d_out, Tensor lse, {_ATTEND}, float scale, int value_width, {_BACKEND}",
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+class _AttendBackward:
+    @staticmethod
+    def run(d_out, lse, q, kv, entries, values, entry_values, sink, indices, valid, ws, es, ee, off, scale, value_width, name, tile):  # type: ignore[no-untyped-def]
+        module, options = _backend(name, tile)
+        grads = module.attend_backward(
+            d_out, lse, q, kv, entries, values, entry_values, sink, indices, Ranges(valid, ws, es, ee, off),
+            scale=scale, value_width=value_width, **options,
+        )  # fmt: skip
+        return tuple(_or_empty(g, q) for g in grads)
+
+    @staticmethod
+    def fake(d_out, lse, q, kv, entries, values, entry_values, sink, indices, valid, ws, es, ee, off, scale, value_width, name, tile):  # type: ignore[no-untyped-def]
+        return tuple(_contiguous(x, q) for x in (q, kv, entries, values, entry_values, sink))
+
+
+@_define("log_mass", f"Tensor q, Tensor entries, Tensor lse, Tensor? indices, {_RANGES}, float scale, int sets, {_BACKEND}", "Tensor")
+class _LogMass:
+    @staticmethod
+    def run(q, entries, lse, indices, valid, ws, es, ee, off, scale, sets, name, tile):  # type: ignore[no-untyped-def]
+        module, options = _backend(name, tile)
+        return module.log_mass(q, entries, lse, indices, Ranges(valid, ws, es, ee, off), scale=scale, sets=sets, **options)
+
+    @staticmethod
+    def fake(q, entries, lse, indices, valid, ws, es, ee, off, scale, sets, name, tile):  # type: ignore[no-untyped-def]
+        shape = (*q.shape[:2], sets, entries.shape[1]) if indices is None else indices.shape
+        return q.new_empty(shape, dtype=accumulator(q, entries, lse))
+
+
+@_define("index_scores", f"{_INDEX}, {_RANGES}, float scale, bool relu, int sets, {_BACKEND}", "Tensor")
+class _IndexScores:
+    @staticmethod
+    def run(q, k, weights, valid, ws, es, ee, off, scale, relu, sets, name, tile):  # type: ignore[no-untyped-def]
+        module, options = _backend(name, tile)
+        return module.index_scores(q, k, weights, Ranges(valid, ws, es, ee, off), scale=scale, relu=relu, sets=sets, **options)
+
+    @staticmethod
+    def fake(q, k, weights, valid, ws, es, ee, off, scale, relu, sets, name, tile):  # type: ignore[no-untyped-def]
+        return q.new_empty(*q.shape[:2], sets, k.shape[1], dtype=accumulator(q, k, weights))
+
+
+@_define("select", f"{_INDEX}, {_RANGES}, int topk, float scale, bool relu, int sets, {_BACKEND}", "(Tensor, Tensor)")
+class _Select:
+    @staticmethod
+    def run(q, k, weights, valid, ws, es, ee, off, topk, scale, relu, sets, name, tile):  # type: ignore[no-untyped-def]
+        module, options = _backend(name, tile)
+        return module.select(q, k, weights, Ranges(valid, ws, es, ee, off), topk=topk, scale=scale, relu=relu, sets=sets, **options)
+
+    @staticmethod
+    def fake(q, k, weights, valid, ws, es, ee, off, topk, scale, relu, sets, name, tile):  # type: ignore[no-untyped-def]
+        scores = q.new_empty(*q.shape[:2], sets, topk, dtype=accumulator(q, k, weights))
+        return scores.new_empty(scores.shape, dtype=torch.int32), scores
+
+
+@_define(
+    "scores_backward",
+    f"Tensor d_scores, {_INDEX}, Tensor? indices, {_RANGES}, float scale, bool relu, {_BACKEND}",
+    "(Tensor, Tensor, Tensor)",
+)
+class _ScoresBackward:
+    @staticmethod
+    def run(d_scores, q, k, weights, indices, valid, ws, es, ee, off, scale, relu, name, tile):  # type: ignore[no-untyped-def]
+        module, options = _backend(name, tile)
+        grads = module.scores_backward(d_scores, q, k, weights, indices, Ranges(valid, ws, es, ee, off), scale=scale, relu=relu, **options)
+        return tuple(_or_empty(g, q) for g in grads)
+
+    @staticmethod
+    def fake(d_scores, q, k, weights, indices, valid, ws, es, ee, off, scale, relu, name, tile):  # type: ignore[no-untyped-def]
+        return tuple(_contiguous(x, q) for x in (q, k, weights))
+
+
+@_define("kl_rows", "Tensor scores, Tensor log_mass, str group", "(Tensor, Tensor)")
+class _KlRows:
+    @staticmethod
+    def run(scores, log_mass, group):  # type: ignore[no-untyped-def]
+        dtype = accumulator(scores, log_mass)
+        scores, log_mass = scores.to(dtype), over_ranks(log_mass.to(dtype), group)
+        kl, direction = scores.new_empty(scores.shape[:2]), torch.empty_like(scores, memory_format=torch.contiguous_format)
+        per_token = max(1, scores[0, 0].numel() if scores.shape[0] and scores.shape[1] else 1)
+        step = max(1, (1 << 20) // per_token)  # the temporaries of a step stay small
+        for begin in range(0, scores.shape[1] * bool(scores.shape[0]), step):
+            for row in range(scores.shape[0]):
+                at = (row, slice(begin, begin + step))
+                kl[at], direction[at] = kl_rows(scores[at], log_mass[at])
+        return kl, direction
+
+    @staticmethod
+    def fake(scores, log_mass, group):  # type: ignore[no-untyped-def]
+        dtype = accumulator(scores, log_mass)
+        return scores.new_empty(scores.shape[:2], dtype=dtype), scores.new_empty(scores.shape, dtype=dtype)
+
+
+@_define("dense_kl", f"{_DENSE}, {_DENSE_OPTIONS}", "Tensor")
+class _DenseKl:
+    @staticmethod
+    def run(qi, ki, weights, q, entries, lse, valid, ws, es, ee, off, index_scale, scale, relu, sets, group, name, tile):  # type: ignore[no-untyped-def]
+        module, options = _backend(name, tile)
+        return module.dense_kl(
+            qi, ki, weights, q, entries, lse, Ranges(valid, ws, es, ee, off),
+            index_scale=index_scale, scale=scale, relu=relu, sets=sets, group=group, **options,
+        )  # fmt: skip
+
+    @staticmethod
+    def fake(qi, ki, weights, q, entries, lse, valid, ws, es, ee, off, index_scale, scale, relu, sets, group, name, tile):  # type: ignore[no-untyped-def]
+        return q.new_empty(q.shape[:2], dtype=accumulator(qi, ki, weights, q, entries, lse))
+
+
+@_define("dense_kl_backward", f"Tensor d_kl, {_DENSE}, {_DENSE_OPTIONS}", "(Tensor, Tensor, Tensor)")
+class _DenseKlBackward:
+    @staticmethod
+    def run(d_kl, qi, ki, weights, q, entries, lse, valid, ws, es, ee, off, index_scale, scale, relu, sets, group, name, tile):  # type: ignore[no-untyped-def]
+        module, options = _backend(name, tile)
+        grads = module.dense_kl_backward(
+            d_kl, qi, ki, weights, q, entries, lse, Ranges(valid, ws, es, ee, off),
+            index_scale=index_scale, scale=scale, relu=relu, sets=sets, group=group, **options,
+        )  # fmt: skip
+        return tuple(_or_empty(g, qi) for g in grads)
+
+    @staticmethod
+    def fake(d_kl, qi, ki, weights, q, entries, lse, valid, ws, es, ee, off, index_scale, scale, relu, sets, group, name, tile):  # type: ignore[no-untyped-def]
+        return tuple(_contiguous(x, qi) for x in (qi, ki, weights))
+
+
+# ---- autograd --------------------------------------------------------------------------------------------------------
+
+_ops = torch.ops.csakit
+
+
+def _gradients(grads: tuple[Tensor, ...], inputs: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    return tuple(None if x is None else g for g, x in zip(grads, inputs))
+
+
+class Attend(torch.autograd.Function):
+    """out, lse, log_mass of `torch.ops.csakit.attend`; only out is differentiable."""
+
+    @staticmethod
+    def forward(ctx, q, kv, entries, values, entry_values, sink, indices, valid, ws, es, ee, off, scale, value_width, teacher, name, tile):  # type: ignore[no-untyped-def]
+        out, lse, mass = _ops.attend(
+            q, kv, entries, values, entry_values, sink, indices, valid, ws, es, ee, off, scale, value_width, teacher, name, tile
+        )
+        ctx.save_for_backward(lse, q, kv, entries, values, entry_values, sink, indices, valid, ws, es, ee)
+        ctx.options = (off, scale, value_width, name, tile)
+        ctx.mark_non_differentiable(lse, mass)
+        return out, lse, mass
+
+    @staticmethod
+    def backward(ctx, d_out, *_):  # type: ignore[no-untyped-def]
+        saved = ctx.saved_tensors
+        grads = _ops.attend_backward(d_out, *saved, *ctx.options)
+        return *_gradients(grads, saved[1:7]), *(None,) * 11
+
+
+class Score(torch.autograd.Function):
+    """Index scores of every entry (indices None), differentiable."""
+
+    @staticmethod
+    def forward(ctx, q, k, weights, valid, ws, es, ee, off, scale, relu, sets, name, tile):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(q, k, weights, valid, ws, es, ee)
+        ctx.options = (off, scale, relu, name, tile)
+        return _ops.index_scores(q, k, weights, valid, ws, es, ee, off, scale, relu, sets, name, tile)
+
+    @staticmethod
+    def backward(ctx, d_scores):  # type: ignore[no-untyped-def]
+        q, k, weights, *ranges = ctx.saved_tensors
+        grads = _ops.scores_backward(d_scores, q, k, weights, None, *ranges, *ctx.options)
+        return *_gradients(grads, (q, k, weights)), *(None,) * 10
+
+
+class Select(torch.autograd.Function):
+    """indices, scores of `torch.ops.csakit.select`; the scores are differentiable."""
+
+    @staticmethod
+    def forward(ctx, q, k, weights, valid, ws, es, ee, off, topk, scale, relu, sets, name, tile):  # type: ignore[no-untyped-def]
+        indices, scores = _ops.select(q, k, weights, valid, ws, es, ee, off, topk, scale, relu, sets, name, tile)
+        ctx.save_for_backward(q, k, weights, indices, valid, ws, es, ee)
+        ctx.options = (off, scale, relu, name, tile)
+        ctx.mark_non_differentiable(indices)
+        return indices, scores
+
+    @staticmethod
+    def backward(ctx, _, d_scores):  # type: ignore[no-untyped-def]
+        saved = ctx.saved_tensors
+        grads = _ops.scores_backward(d_scores, *saved, *ctx.options)
+        return *_gradients(grads, saved[:3]), *(None,) * 11
+
+
+class Distill(torch.autograd.Function):
+    """(loss, kl) from scores and log_mass [B, T, S, K]; factor [B, T] is weight / divisor. The loss is differentiable for scores."""
+
+    @staticmethod
+    def forward(ctx, scores, log_mass, factor, valid, group):  # type: ignore[no-untyped-def]
+        kl, direction = _ops.kl_rows(scores, log_mass, group)
+        kl = torch.where(valid, kl, 0)
+        if ctx.needs_input_grad[0]:
+            ctx.save_for_backward(torch.where(valid[..., None, None], direction * factor[..., None, None], 0))
+        ctx.dtype = scores.dtype
+        ctx.mark_non_differentiable(kl)
+        return (kl * factor).sum(), kl
+
+    @staticmethod
+    def backward(ctx, d_loss, _):  # type: ignore[no-untyped-def]
+        (direction,) = ctx.saved_tensors
+        return (d_loss * direction).to(ctx.dtype), None, None, None, None
+
+
+class DistillDense(torch.autograd.Function):
+    """(loss, kl) over every visible entry; the loss is differentiable for q_index, k_index and weights."""
+
+    @staticmethod
+    def forward(ctx, qi, ki, weights, factor, q, entries, lse, valid, ws, es, ee, off, index_scale, scale, relu, sets, group, name, tile):  # type: ignore[no-untyped-def]
+        options = (off, index_scale, scale, relu, sets, group, name, tile)
+        kl = torch.where(valid, _ops.dense_kl(qi, ki, weights, q, entries, lse, valid, ws, es, ee, *options), 0)
+        ctx.save_for_backward(qi, ki, weights, factor, q, entries, lse, valid, ws, es, ee)
+        ctx.options = options
+        ctx.mark_non_differentiable(kl)
+        return (kl * factor).sum(), kl
+
+    @staticmethod
+    def backward(ctx, d_loss, _):  # type: ignore[no-untyped-def]
+        qi, ki, weights, factor, *rest = ctx.saved_tensors
+        grads = _ops.dense_kl_backward(d_loss * factor, qi, ki, weights, *rest, *ctx.options)
+        return *_gradients(grads, (qi, ki, weights)), *(None,) * 16
+
+
+class AttachLoss(torch.autograd.Function):
+    """The first argument unchanged; backward gives the loss the gradient `weight`, whatever comes from above."""
+
+    @staticmethod
+    def forward(ctx, out, loss, weight):  # type: ignore[no-untyped-def]
+        ctx.weight, ctx.dtype, ctx.device = weight, loss.dtype, loss.device
+        ctx.shape = loss.shape
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx, d_out):  # type: ignore[no-untyped-def]
+        weight = ctx.weight() if callable(ctx.weight) else ctx.weight
+        if isinstance(weight, Tensor):
+            d_loss = weight.detach().to(device=ctx.device, dtype=ctx.dtype).reshape(ctx.shape)
+        else:
+            d_loss = torch.full(ctx.shape, weight, dtype=ctx.dtype, device=ctx.device)
+        return d_out, d_loss, None
