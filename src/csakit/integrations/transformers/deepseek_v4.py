@@ -1,0 +1,145 @@
+"""The adapter of DeepSeek-V4 (`DeepseekV4ForCausalLM`, transformers 5.24).
+
+The model pools its compressed entries from the start of the row, over padding and across packed documents. Here the same
+projections, norms and rotations run on the documents of the row: `csakit.compress` pools inside documents, and an entry is
+rotated at the position the host gives its first token, so that only relative positions matter, whatever they start with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+import csakit
+
+from .forwards import Call
+from .protocol import AttendInputs, IndexInputs, LayerSite, Tap
+
+
+class DeepseekV4Adapter:
+    """Sliding, compressed sparse (CSA) and heavily compressed (HCA) layers; every CSA layer owns an indexer."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("deepseek_v4",)
+    carrier: ClassVar[str] = "position_ids"
+    expected: ClassVar[Mapping[str, str]] = {
+        "DeepseekV4Attention.forward": "7e61a222ad0603b7",
+        "DeepseekV4CSACompressor.forward": "3644b0ea966e20d2",
+        "DeepseekV4DecoderLayer.forward": "a46984c70748a453",
+        "DeepseekV4HCACompressor.forward": "3fb94114cb4ed493",
+        "DeepseekV4Indexer.forward": "428c5223ef907ac9",
+        "DeepseekV4IndexerScorer.forward": "7e1489dad5000d02",
+        "DeepseekV4Model.forward": "935e374990a41231",
+        "apply_rotary_pos_emb": "d938fef910b008b2",
+    }
+
+    def backbone(self, model: nn.Module) -> Any:
+        """The `DeepseekV4Model` inside."""
+        from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Model
+
+        found = [module for module in model.modules() if isinstance(module, DeepseekV4Model)]
+        if len(found) != 1:
+            raise TypeError(f"install needs a model with one DeepseekV4Model inside; got {len(found)} in {type(model).__name__}")
+        return found[0]
+
+    def check(self, backbone: Any) -> None:
+        """Raises ValueError for attention dropout: csakit's attention has none, and the teacher is the undropped softmax."""
+        dropout = max((layer.self_attn.attention_dropout for layer in backbone.layers), default=0.0)
+        if dropout:
+            raise ValueError(
+                f"attention_dropout must be 0: csakit's attention has no dropout and its teacher is the undropped softmax; got {dropout}. "
+                "Set config.attention_dropout = 0 before the model is built"
+            )
+
+    def layers(self, backbone: Any) -> list[LayerSite]:
+        """One site per decoder layer."""
+        return [self._site(f"layers.{number}", layer.self_attn) for number, layer in enumerate(backbone.layers)]
+
+    def taps(self, site: LayerSite) -> list[Tap]:
+        """The forwards of the compressor and of its indexer."""
+        compressor = site.attention.compressor
+        if compressor is None:
+            return []
+        taps = [Tap(compressor, partial(self._compress, compressor))]
+        return taps if site.indexer is None else [*taps, Tap(site.indexer, partial(self._index, site.indexer))]
+
+    def sources(self, backbone: Any) -> list[Callable[..., Any]]:
+        """Every function csakit replaces, calls between, or takes arguments through."""
+        host = _host()
+        kinds = {
+            host.DeepseekV4CSACompressor,
+            host.DeepseekV4HCACompressor,
+            host.DeepseekV4Indexer,
+            host.DeepseekV4IndexerScorer,
+            type(backbone),
+        }
+        for layer in backbone.layers:
+            attention = layer.self_attn
+            used = (layer, attention, attention.compressor, getattr(attention.compressor, "indexer", None))
+            kinds |= {type(module) for module in used if module is not None}
+        return [*(kind.forward for kind in kinds), host.apply_rotary_pos_emb]
+
+    def views(self, call: Call, query: Tensor, key: Tensor, sink: Tensor, scaling: float) -> AttendInputs:
+        """The host's [B, H, T, D] queries and [B, 1, T + E, D] keys, as views: keys are values, and entries lie behind the window's."""
+        tokens = query.shape[2]
+        kv = key[:, 0]
+        entries = None if call.site.attention.compressor is None else kv[:, tokens:]
+        return AttendInputs(query.transpose(1, 2), kv[:, :tokens], entries, sink, scaling)
+
+    def _site(self, name: str, attention: Any) -> LayerSite:
+        compressor = attention.compressor
+        indexer = getattr(compressor, "indexer", None)
+        ratio = 1 if compressor is None else compressor.compress_rate
+        return LayerSite(name, attention, indexer, ratio, 0 if indexer is None else indexer.index_topk)
+
+    def _compress(
+        self, module: Any, hidden_states: Tensor, q_residual: Tensor, position_ids: Tensor | Call, cache: Any, layer_idx: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """The compressor's forward: ([B, 1, E, D] entries, no mask). Without a call it is the stock one."""
+        call = position_ids
+        if not isinstance(call, Call):
+            return type(module).forward(module, hidden_states, q_residual, call, cache, layer_idx)
+        entries = _entries(module, hidden_states, call, overlap=call.site.indexer is not None)
+        if call.needs_indexer:
+            module.indexer(hidden_states, q_residual, call, cache, layer_idx)
+        return entries.unsqueeze(1), None
+
+    def _index(
+        self, module: Any, hidden_states: Tensor, q_residual: Tensor, position_ids: Tensor | Call, cache: Any, layer_idx: int
+    ) -> Tensor | None:
+        """The indexer's forward: the picks [B, T, K], -1 where empty. Without a call it is the stock one."""
+        call = position_ids
+        if not isinstance(call, Call):
+            return type(module).forward(module, hidden_states, q_residual, call, cache, layer_idx)
+        # the indexer's loss must reach nothing but the indexer, and the model's loss never the indexer
+        return call.run_indexer(lambda: _project(module, hidden_states.detach(), q_residual.detach(), call))
+
+
+def _project(module: Any, hidden_states: Tensor, q_residual: Tensor, call: Call) -> IndexInputs:
+    rows, tokens, _ = hidden_states.shape
+    q = module.q_b_proj(q_residual).view(rows, tokens, -1, module.head_dim)
+    q = _rotate(module, q, call.position_ids, like=hidden_states, unsqueeze_dim=2)
+    k = _entries(module, hidden_states, call, overlap=True)
+    weights = module.scorer.weights_proj(hidden_states)
+    return IndexInputs(q, k, weights, module.scorer.softmax_scale * module.scorer.weights_scaling)
+
+
+def _entries(module: Any, hidden_states: Tensor, call: Call, *, overlap: bool) -> Tensor:
+    """The compressed entries [B, E, D] of a compressor or an indexer: pooled inside documents, normed, rotated at their first token."""
+    values, gates = module.kv_proj(hidden_states), module.gate_proj(hidden_states)
+    pooled = module.kv_norm(csakit.compress(values, gates, module.position_bias, call.layout, overlap=overlap)).unsqueeze(1)
+    return _rotate(module, pooled, call.layout.to_entries(call.position_ids), like=pooled, unsqueeze_dim=1).squeeze(1)
+
+
+def _rotate(module: Any, x: Tensor, position_ids: Tensor, *, like: Tensor, unsqueeze_dim: int) -> Tensor:
+    """The host's rotation of x. `like` gives angles their dtype, as in the host."""
+    cos, sin = module.rotary_emb(like, position_ids=position_ids, layer_type=module.rope_layer_type)
+    return _host().apply_rotary_pos_emb(x, cos.detach(), sin.detach(), unsqueeze_dim=unsqueeze_dim)
+
+
+def _host() -> Any:
+    from transformers.models.deepseek_v4 import modeling_deepseek_v4
+
+    return modeling_deepseek_v4
