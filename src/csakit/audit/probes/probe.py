@@ -1,0 +1,51 @@
+"""What a probe is: a question to a candidate whose answer is one number, with the limit that a right candidate keeps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..subject import Subject
+
+
+class Measure(NamedTuple):
+    """A measured number, the limit it is held to, in words, and whether it keeps it."""
+
+    value: float
+    limit: str
+    passed: bool
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A named question. `holds` is what is true of a right candidate, `broken` what is wrong with one that fails."""
+
+    name: str
+    holds: str
+    broken: str
+    measure: Callable[[Subject], Measure]
+
+
+PROBES: dict[str, Probe] = {}
+
+
+def probe(name: str, holds: str, broken: str) -> Callable[[Callable[[Subject], Measure]], Callable[[Subject], Measure]]:
+    """Enters the decorated function in `PROBES`, in the order of definition."""
+
+    def enter(measure: Callable[[Subject], Measure]) -> Callable[[Subject], Measure]:
+        PROBES[name] = Probe(name, holds, broken, measure)
+        return measure
+
+    return enter
+
+
+def at_most(value: float, limit: float) -> Measure:
+    """The measure of something that should be nil."""
+    return Measure(value, f"<= {limit:.3g}", value <= limit)
+
+
+def at_least(value: float, limit: float) -> Measure:
+    """The measure of something that must move; a number that is not finite has not moved, it has broken."""
+    return Measure(value, f">= {limit:.3g}", math.isfinite(value) and value >= limit)

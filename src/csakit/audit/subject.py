@@ -1,0 +1,146 @@
+"""A candidate under audit: its members found, its losses and gradients brought to float64 on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .case import ATTENTION_INPUTS, INDEX_INPUTS, LOSS_INPUTS, Case, Denominator, NotSupported, Result
+from .oracle import Solution, solve
+
+# How far a right answer may be off, relative to the largest expected value: what rounding does in small sums and no more.
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+FLOOR = 1e-3  # below this size an expected value counts as this large
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A candidate's loss, its gradients for every name in `LOSS_INPUTS`, and what it reports besides; float64 on the CPU."""
+
+    loss: Tensor
+    gradients: dict[str, Tensor]
+    kl: Tensor | None = None
+    teacher: Tensor | None = None
+    indices: Tensor | None = None
+
+
+class AnswerError(TypeError):
+    """The candidate's loss is not a scalar: a mistake of the adapter, about which no probe can say anything."""
+
+
+class Subject:
+    """What the probes talk to: any candidate, with one way to ask it each question.
+
+    Raises:
+        TypeError: the candidate is neither a function of a case nor an object with `loss(case)`.
+        ValueError: its dtype or denominator is not one that a case can have.
+    """
+
+    def __init__(self, candidate: Any) -> None:
+        loss = getattr(candidate, "loss", candidate)
+        if isinstance(candidate, type) or not callable(loss):
+            raise TypeError(
+                f"candidate must be a function loss(case) or an object with a method loss(case); got {candidate!r}"
+                + (": make an instance of the class" if isinstance(candidate, type) else "")
+            )
+        self.candidate, self._loss = candidate, loss
+        self.name = str(getattr(candidate, "name", getattr(candidate, "__name__", type(candidate).__name__)))
+        self.dtype: torch.dtype = getattr(candidate, "dtype", torch.float64)
+        self.device: str = getattr(candidate, "device", "cpu")
+        self.denominator: Denominator = getattr(candidate, "denominator", "attended")
+        if self.dtype not in TOLERANCES:
+            raise ValueError(f"the candidate's dtype must be one of {', '.join(map(str, TOLERANCES))}; got {self.dtype!r}")
+        if self.denominator not in ("attended", "visible"):
+            raise ValueError(f'the candidate\'s denominator must be "attended" or "visible"; got {self.denominator!r}')
+
+    @property
+    def tolerance(self) -> float:
+        """How far a right answer may be off in the candidate's dtype."""
+        return TOLERANCES[self.dtype]
+
+    def truth(self, case: Case) -> Solution:
+        """The right answer, with the candidate's convention for the denominator."""
+        return solve(self._in_convention(case))
+
+    def answer(self, case: Case) -> Answer:
+        """The candidate's loss for a case with its gradients for the case's tensors."""
+        leaves = self._given(case, LOSS_INPUTS)
+        return self._answer(self._loss(leaves), leaves)
+
+    def answer_over_ranks(self, case: Case, ranks: int) -> Answer:
+        """The candidate's loss when the heads of a case are spread over ranks."""
+        leaves, per = self._given(case, LOSS_INPUTS), case.q.shape[2] // ranks
+        shards = [leaves.heads(rank * per, (rank + 1) * per) for rank in range(ranks)]
+        return self._answer(self._member("loss_over_ranks")(shards), leaves)
+
+    def indices(self, case: Case) -> Tensor:
+        """The candidate's selection [B, T, K], from `select` or from the result of `loss`."""
+        case = self._given(case)
+        if callable(getattr(self.candidate, "select", None)):
+            return self._member("select")(case).detach().cpu().long()
+        found = self._result(self._loss(case)).indices
+        if found is None:
+            raise NotSupported("the candidate has no select(case) and its result no indices")
+        return found.detach().cpu().long()
+
+    def entries(self, case: Case) -> Tensor:
+        """The candidate's compressed entries [B, E, D]."""
+        return self._member("compress")(self._given(case)).detach().cpu().double()
+
+    def attention(self, case: Case, upstream: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """The candidate's attention output and the gradients of sum(upstream * out)."""
+        leaves = self._given(case, ATTENTION_INPUTS)
+        out = self._member("attend")(leaves)
+        return out.detach().cpu().double(), _gradients((out * upstream.to(out)).sum(), leaves, ATTENTION_INPUTS)
+
+    def _in_convention(self, case: Case) -> Case:
+        return replace(case, denominator=self.denominator)
+
+    def _given(self, case: Case, leaves: Sequence[str] = ()) -> Case:
+        """The case in the candidate's convention, dtype and place: tensors of its own, some of them leaves that want a gradient."""
+        case = self._in_convention(case).to(self.dtype, self.device)
+        return case.with_tensors({name: x.detach().clone().requires_grad_(name in leaves) for name, x in case.tensors().items()})
+
+    def _member(self, name: str) -> Callable:
+        member = getattr(self.candidate, name, None)
+        if not callable(member):
+            raise NotSupported(f"the candidate has no {name}(case)")
+        return member
+
+    def _result(self, given: Any) -> Result:
+        result = Result(given) if isinstance(given, Tensor) else given
+        if not isinstance(result, Result) or not isinstance(result.loss, Tensor) or result.loss.numel() != 1:
+            shown = f"a tensor of shape {list(given.shape)}" if isinstance(given, Tensor) else repr(given)
+            raise AnswerError(f"loss(case) of {self.name} must return a scalar tensor or a csakit.audit.Result with one; got {shown}")
+        return result
+
+    def _answer(self, given: Any, leaves: Case) -> Answer:
+        result = self._result(given)
+        extra = {name: None if x is None else x.detach().cpu().double() for name, x in result._asdict().items() if name != "loss"}
+        return Answer(result.loss.detach().cpu().double().reshape(()), _gradients(result.loss, leaves, LOSS_INPUTS), **extra)
+
+
+def _gradients(total: Tensor, leaves: Case, names: Sequence[str]) -> dict[str, Tensor]:
+    """Gradients in float64 on the CPU; zeros where the total does not depend on an input."""
+    inputs = [getattr(leaves, name) for name in names]
+    found = torch.autograd.grad(total.sum(), inputs, allow_unused=True) if total.requires_grad else [None] * len(inputs)
+    return {name: (torch.zeros_like(x) if grad is None else grad).detach().cpu().double() for name, x, grad in zip(names, inputs, found)}
+
+
+def gap(actual: Tensor, expected: Tensor) -> float:
+    """Largest difference relative to the largest expected value (at least `FLOOR`); infinite where a number is not finite."""
+    if actual.shape != expected.shape or not bool(actual.isfinite().all() and expected.isfinite().all()):
+        return float("inf")
+    if expected.numel() == 0:
+        return 0.0
+    return float((actual - expected).abs().max() / expected.abs().max().clamp_min(FLOOR))
+
+
+def distance(actual: Answer, expected: Answer | Solution) -> float:
+    """Largest gap between two losses and their gradients for the indexer's inputs."""
+    gaps = [gap(actual.gradients[name], expected.gradients[name]) for name in INDEX_INPUTS]
+    return max(gap(actual.loss, expected.loss), *gaps)
