@@ -66,7 +66,7 @@ def attend(
         scale: factor of the logits; None: D**-0.5.
         values, entry_values: shaped like kv and entries with a width of their own. None: the keys are the values.
         value_width: the values are the first so many channels of the keys (DeepSeek-V3.2's absorbed MLA: 512 of 576).
-        teacher: also return log_mass, from the logits of this pass.
+        teacher: with indices, also return log_mass, from the logits of this pass (over every visible entry: `teacher_log_mass`).
 
     Raises:
         TypeError, ValueError: an argument of another kind or shape, or a combination that has no meaning.
@@ -95,10 +95,6 @@ def attend(
         checks.divides("sets of indices", slots.shape[2], "heads", heads)
         if checks.debugging():
             validate_indices(indices, layout)
-    if teacher and indices is None:
-        raise ValueError(
-            "teacher=True needs indices, the candidates. Over every visible entry use distill_dense, or teacher_log_mass with this lse"
-        )
     name, tile = backends.choose(q.device)
     out, lse, mass = ops.Attend.apply(
         q, kv, entries, values, entry_values, sink, slots, *layout_ranges(layout), _scale(scale, width), value_width, teacher, name, tile

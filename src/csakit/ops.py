@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from . import backends
 from .backends.rows import Ranges, accumulator, kl_rows, over_ranks
@@ -58,7 +59,7 @@ def _contiguous(x: Tensor | None, like: Tensor) -> Tensor:
 @_define("attend", f"{_ATTEND}, float scale, int value_width, bool teacher, {_BACKEND}", "(Tensor, Tensor, Tensor)")
 class _Attend:
     @staticmethod
-    def run(q, kv, entries, values, entry_values, sink, indices, valid, ws, es, ee, off, scale, value_width, teacher, name, tile):  # type: ignore[no-untyped-def]
+    def run(q, kv, entries, values, entry_values, sink, indices, valid, ws, es, ee, off, scale, value_width, teacher, name, tile):
         module, options = _backend(name, tile)
         out, lse, mass = module.attend(
             q, kv, entries, values, entry_values, sink, indices, Ranges(valid, ws, es, ee, off),
@@ -67,7 +68,7 @@ class _Attend:
         return out, lse, _or_empty(mass, lse)
 
     @staticmethod
-    def fake(q, kv, entries, values, entry_values, sink, indices, valid, ws, es, ee, off, scale, value_width, teacher, name, tile):  # type: ignore[no-untyped-def]
+    def fake(q, kv, entries, values, entry_values, sink, indices, valid, ws, es, ee, off, scale, value_width, teacher, name, tile):
         lse = q.new_empty(q.shape[:3], dtype=accumulator(q, kv, entries, values, entry_values))
         mass = lse.new_empty(indices.shape) if teacher and indices is not None else lse.new_empty(0)
         return q.new_empty(*q.shape[:3], value_width), lse, mass
@@ -80,7 +81,7 @@ class _Attend:
 )
 class _AttendBackward:
     @staticmethod
-    def run(d_out, lse, q, kv, entries, values, entry_values, sink, indices, valid, ws, es, ee, off, scale, value_width, name, tile):  # type: ignore[no-untyped-def]
+    def run(d_out, lse, q, kv, entries, values, entry_values, sink, indices, valid, ws, es, ee, off, scale, value_width, name, tile):
         module, options = _backend(name, tile)
         grads = module.attend_backward(
             d_out, lse, q, kv, entries, values, entry_values, sink, indices, Ranges(valid, ws, es, ee, off),
@@ -89,19 +90,19 @@ class _AttendBackward:
         return tuple(_or_empty(g, q) for g in grads)
 
     @staticmethod
-    def fake(d_out, lse, q, kv, entries, values, entry_values, sink, indices, valid, ws, es, ee, off, scale, value_width, name, tile):  # type: ignore[no-untyped-def]
+    def fake(d_out, lse, q, kv, entries, values, entry_values, sink, indices, valid, ws, es, ee, off, scale, value_width, name, tile):
         return tuple(_contiguous(x, q) for x in (q, kv, entries, values, entry_values, sink))
 
 
 @_define("log_mass", f"Tensor q, Tensor entries, Tensor lse, Tensor? indices, {_RANGES}, float scale, int sets, {_BACKEND}", "Tensor")
 class _LogMass:
     @staticmethod
-    def run(q, entries, lse, indices, valid, ws, es, ee, off, scale, sets, name, tile):  # type: ignore[no-untyped-def]
+    def run(q, entries, lse, indices, valid, ws, es, ee, off, scale, sets, name, tile):
         module, options = _backend(name, tile)
         return module.log_mass(q, entries, lse, indices, Ranges(valid, ws, es, ee, off), scale=scale, sets=sets, **options)
 
     @staticmethod
-    def fake(q, entries, lse, indices, valid, ws, es, ee, off, scale, sets, name, tile):  # type: ignore[no-untyped-def]
+    def fake(q, entries, lse, indices, valid, ws, es, ee, off, scale, sets, name, tile):
         shape = (*q.shape[:2], sets, entries.shape[1]) if indices is None else indices.shape
         return q.new_empty(shape, dtype=accumulator(q, entries, lse))
 
@@ -109,24 +110,24 @@ class _LogMass:
 @_define("index_scores", f"{_INDEX}, {_RANGES}, float scale, bool relu, int sets, {_BACKEND}", "Tensor")
 class _IndexScores:
     @staticmethod
-    def run(q, k, weights, valid, ws, es, ee, off, scale, relu, sets, name, tile):  # type: ignore[no-untyped-def]
+    def run(q, k, weights, valid, ws, es, ee, off, scale, relu, sets, name, tile):
         module, options = _backend(name, tile)
         return module.index_scores(q, k, weights, Ranges(valid, ws, es, ee, off), scale=scale, relu=relu, sets=sets, **options)
 
     @staticmethod
-    def fake(q, k, weights, valid, ws, es, ee, off, scale, relu, sets, name, tile):  # type: ignore[no-untyped-def]
+    def fake(q, k, weights, valid, ws, es, ee, off, scale, relu, sets, name, tile):
         return q.new_empty(*q.shape[:2], sets, k.shape[1], dtype=accumulator(q, k, weights))
 
 
 @_define("select", f"{_INDEX}, {_RANGES}, int topk, float scale, bool relu, int sets, {_BACKEND}", "(Tensor, Tensor)")
 class _Select:
     @staticmethod
-    def run(q, k, weights, valid, ws, es, ee, off, topk, scale, relu, sets, name, tile):  # type: ignore[no-untyped-def]
+    def run(q, k, weights, valid, ws, es, ee, off, topk, scale, relu, sets, name, tile):
         module, options = _backend(name, tile)
         return module.select(q, k, weights, Ranges(valid, ws, es, ee, off), topk=topk, scale=scale, relu=relu, sets=sets, **options)
 
     @staticmethod
-    def fake(q, k, weights, valid, ws, es, ee, off, topk, scale, relu, sets, name, tile):  # type: ignore[no-untyped-def]
+    def fake(q, k, weights, valid, ws, es, ee, off, topk, scale, relu, sets, name, tile):
         scores = q.new_empty(*q.shape[:2], sets, topk, dtype=accumulator(q, k, weights))
         return scores.new_empty(scores.shape, dtype=torch.int32), scores
 
@@ -138,20 +139,20 @@ class _Select:
 )
 class _ScoresBackward:
     @staticmethod
-    def run(d_scores, q, k, weights, indices, valid, ws, es, ee, off, scale, relu, name, tile):  # type: ignore[no-untyped-def]
+    def run(d_scores, q, k, weights, indices, valid, ws, es, ee, off, scale, relu, name, tile):
         module, options = _backend(name, tile)
         grads = module.scores_backward(d_scores, q, k, weights, indices, Ranges(valid, ws, es, ee, off), scale=scale, relu=relu, **options)
         return tuple(_or_empty(g, q) for g in grads)
 
     @staticmethod
-    def fake(d_scores, q, k, weights, indices, valid, ws, es, ee, off, scale, relu, name, tile):  # type: ignore[no-untyped-def]
+    def fake(d_scores, q, k, weights, indices, valid, ws, es, ee, off, scale, relu, name, tile):
         return tuple(_contiguous(x, q) for x in (q, k, weights))
 
 
 @_define("kl_rows", "Tensor scores, Tensor log_mass, str group", "(Tensor, Tensor)")
 class _KlRows:
     @staticmethod
-    def run(scores, log_mass, group):  # type: ignore[no-untyped-def]
+    def run(scores, log_mass, group):
         dtype = accumulator(scores, log_mass)
         scores, log_mass = scores.to(dtype), over_ranks(log_mass.to(dtype), group)
         kl, direction = scores.new_empty(scores.shape[:2]), torch.empty_like(scores, memory_format=torch.contiguous_format)
@@ -164,7 +165,7 @@ class _KlRows:
         return kl, direction
 
     @staticmethod
-    def fake(scores, log_mass, group):  # type: ignore[no-untyped-def]
+    def fake(scores, log_mass, group):
         dtype = accumulator(scores, log_mass)
         return scores.new_empty(scores.shape[:2], dtype=dtype), scores.new_empty(scores.shape, dtype=dtype)
 
@@ -172,7 +173,7 @@ class _KlRows:
 @_define("dense_kl", f"{_DENSE}, {_DENSE_OPTIONS}", "Tensor")
 class _DenseKl:
     @staticmethod
-    def run(qi, ki, weights, q, entries, lse, valid, ws, es, ee, off, index_scale, scale, relu, sets, group, name, tile):  # type: ignore[no-untyped-def]
+    def run(qi, ki, weights, q, entries, lse, valid, ws, es, ee, off, index_scale, scale, relu, sets, group, name, tile):
         module, options = _backend(name, tile)
         return module.dense_kl(
             qi, ki, weights, q, entries, lse, Ranges(valid, ws, es, ee, off),
@@ -180,14 +181,14 @@ class _DenseKl:
         )  # fmt: skip
 
     @staticmethod
-    def fake(qi, ki, weights, q, entries, lse, valid, ws, es, ee, off, index_scale, scale, relu, sets, group, name, tile):  # type: ignore[no-untyped-def]
+    def fake(qi, ki, weights, q, entries, lse, valid, ws, es, ee, off, index_scale, scale, relu, sets, group, name, tile):
         return q.new_empty(q.shape[:2], dtype=accumulator(qi, ki, weights, q, entries, lse))
 
 
 @_define("dense_kl_backward", f"Tensor d_kl, {_DENSE}, {_DENSE_OPTIONS}", "(Tensor, Tensor, Tensor)")
 class _DenseKlBackward:
     @staticmethod
-    def run(d_kl, qi, ki, weights, q, entries, lse, valid, ws, es, ee, off, index_scale, scale, relu, sets, group, name, tile):  # type: ignore[no-untyped-def]
+    def run(d_kl, qi, ki, weights, q, entries, lse, valid, ws, es, ee, off, index_scale, scale, relu, sets, group, name, tile):
         module, options = _backend(name, tile)
         grads = module.dense_kl_backward(
             d_kl, qi, ki, weights, q, entries, lse, Ranges(valid, ws, es, ee, off),
@@ -196,7 +197,7 @@ class _DenseKlBackward:
         return tuple(_or_empty(g, qi) for g in grads)
 
     @staticmethod
-    def fake(d_kl, qi, ki, weights, q, entries, lse, valid, ws, es, ee, off, index_scale, scale, relu, sets, group, name, tile):  # type: ignore[no-untyped-def]
+    def fake(d_kl, qi, ki, weights, q, entries, lse, valid, ws, es, ee, off, index_scale, scale, relu, sets, group, name, tile):
         return tuple(_contiguous(x, qi) for x in (qi, ki, weights))
 
 
@@ -213,7 +214,7 @@ class Attend(torch.autograd.Function):
     """out, lse, log_mass of `torch.ops.csakit.attend`; only out is differentiable."""
 
     @staticmethod
-    def forward(ctx, q, kv, entries, values, entry_values, sink, indices, valid, ws, es, ee, off, scale, value_width, teacher, name, tile):  # type: ignore[no-untyped-def]
+    def forward(ctx, q, kv, entries, values, entry_values, sink, indices, valid, ws, es, ee, off, scale, value_width, teacher, name, tile):
         out, lse, mass = _ops.attend(
             q, kv, entries, values, entry_values, sink, indices, valid, ws, es, ee, off, scale, value_width, teacher, name, tile
         )
@@ -223,7 +224,8 @@ class Attend(torch.autograd.Function):
         return out, lse, mass
 
     @staticmethod
-    def backward(ctx, d_out, *_):  # type: ignore[no-untyped-def]
+    @once_differentiable
+    def backward(ctx, d_out, *_):
         saved = ctx.saved_tensors
         grads = _ops.attend_backward(d_out, *saved, *ctx.options)
         return *_gradients(grads, saved[1:7]), *(None,) * 11
@@ -233,13 +235,14 @@ class Score(torch.autograd.Function):
     """Index scores of every entry (indices None), differentiable."""
 
     @staticmethod
-    def forward(ctx, q, k, weights, valid, ws, es, ee, off, scale, relu, sets, name, tile):  # type: ignore[no-untyped-def]
+    def forward(ctx, q, k, weights, valid, ws, es, ee, off, scale, relu, sets, name, tile):
         ctx.save_for_backward(q, k, weights, valid, ws, es, ee)
         ctx.options = (off, scale, relu, name, tile)
         return _ops.index_scores(q, k, weights, valid, ws, es, ee, off, scale, relu, sets, name, tile)
 
     @staticmethod
-    def backward(ctx, d_scores):  # type: ignore[no-untyped-def]
+    @once_differentiable
+    def backward(ctx, d_scores):
         q, k, weights, *ranges = ctx.saved_tensors
         grads = _ops.scores_backward(d_scores, q, k, weights, None, *ranges, *ctx.options)
         return *_gradients(grads, (q, k, weights)), *(None,) * 10
@@ -249,7 +252,7 @@ class Select(torch.autograd.Function):
     """indices, scores of `torch.ops.csakit.select`; the scores are differentiable."""
 
     @staticmethod
-    def forward(ctx, q, k, weights, valid, ws, es, ee, off, topk, scale, relu, sets, name, tile):  # type: ignore[no-untyped-def]
+    def forward(ctx, q, k, weights, valid, ws, es, ee, off, topk, scale, relu, sets, name, tile):
         indices, scores = _ops.select(q, k, weights, valid, ws, es, ee, off, topk, scale, relu, sets, name, tile)
         ctx.save_for_backward(q, k, weights, indices, valid, ws, es, ee)
         ctx.options = (off, scale, relu, name, tile)
@@ -257,7 +260,8 @@ class Select(torch.autograd.Function):
         return indices, scores
 
     @staticmethod
-    def backward(ctx, _, d_scores):  # type: ignore[no-untyped-def]
+    @once_differentiable
+    def backward(ctx, _, d_scores):
         saved = ctx.saved_tensors
         grads = _ops.scores_backward(d_scores, *saved, *ctx.options)
         return *_gradients(grads, saved[:3]), *(None,) * 11
@@ -267,7 +271,7 @@ class Distill(torch.autograd.Function):
     """(loss, kl) from scores and log_mass [B, T, S, K]; factor [B, T] is weight / divisor. The loss is differentiable for scores."""
 
     @staticmethod
-    def forward(ctx, scores, log_mass, factor, valid, group):  # type: ignore[no-untyped-def]
+    def forward(ctx, scores, log_mass, factor, valid, group):
         kl, direction = _ops.kl_rows(scores, log_mass, group)
         kl = torch.where(valid, kl, 0)
         if ctx.needs_input_grad[0]:
@@ -277,7 +281,8 @@ class Distill(torch.autograd.Function):
         return (kl * factor).sum(), kl
 
     @staticmethod
-    def backward(ctx, d_loss, _):  # type: ignore[no-untyped-def]
+    @once_differentiable
+    def backward(ctx, d_loss, _):
         (direction,) = ctx.saved_tensors
         return (d_loss * direction).to(ctx.dtype), None, None, None, None
 
@@ -286,7 +291,7 @@ class DistillDense(torch.autograd.Function):
     """(loss, kl) over every visible entry; the loss is differentiable for q_index, k_index and weights."""
 
     @staticmethod
-    def forward(ctx, qi, ki, weights, factor, q, entries, lse, valid, ws, es, ee, off, index_scale, scale, relu, sets, group, name, tile):  # type: ignore[no-untyped-def]
+    def forward(ctx, qi, ki, weights, factor, q, entries, lse, valid, ws, es, ee, off, index_scale, scale, relu, sets, group, name, tile):
         options = (off, index_scale, scale, relu, sets, group, name, tile)
         kl = torch.where(valid, _ops.dense_kl(qi, ki, weights, q, entries, lse, valid, ws, es, ee, *options), 0)
         ctx.save_for_backward(qi, ki, weights, factor, q, entries, lse, valid, ws, es, ee)
@@ -295,7 +300,8 @@ class DistillDense(torch.autograd.Function):
         return (kl * factor).sum(), kl
 
     @staticmethod
-    def backward(ctx, d_loss, _):  # type: ignore[no-untyped-def]
+    @once_differentiable
+    def backward(ctx, d_loss, _):
         qi, ki, weights, factor, *rest = ctx.saved_tensors
         grads = _ops.dense_kl_backward(d_loss * factor, qi, ki, weights, *rest, *ctx.options)
         return *_gradients(grads, (qi, ki, weights)), *(None,) * 16
@@ -305,13 +311,13 @@ class AttachLoss(torch.autograd.Function):
     """The first argument unchanged; backward gives the loss the gradient `weight`, whatever comes from above."""
 
     @staticmethod
-    def forward(ctx, out, loss, weight):  # type: ignore[no-untyped-def]
+    def forward(ctx, out, loss, weight):
         ctx.weight, ctx.dtype, ctx.device = weight, loss.dtype, loss.device
         ctx.shape = loss.shape
         return out.view_as(out)
 
     @staticmethod
-    def backward(ctx, d_out):  # type: ignore[no-untyped-def]
+    def backward(ctx, d_out):
         weight = ctx.weight() if callable(ctx.weight) else ctx.weight
         if isinstance(weight, Tensor):
             d_loss = weight.detach().to(device=ctx.device, dtype=ctx.dtype).reshape(ctx.shape)

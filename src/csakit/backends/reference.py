@@ -23,9 +23,11 @@ def attend(
     logits = (scale * torch.einsum("bthd,bnhd->bthn", q.to(keys.dtype), keys)).masked_fill(~mask, -INF)
     with_sink = logits if sink is None else torch.cat([logits, sink.to(logits.dtype).expand(logits.shape[:3])[..., None]], -1)
     lse = with_sink.logsumexp(-1).masked_fill(~ranges.valid[..., None], -INF)
-    p = (logits - subtrahend(lse)[..., None]).exp()
+    p = (logits - subtrahend(lse)[..., None]).exp().masked_fill(~mask, 0)
     out = _product("bthn,bnhd->bthd", p, vals, mask)
-    mass = log_mass(q, entries, lse, indices, ranges, scale=scale, sets=indices.shape[2]) if teacher and indices is not None else None
+    mass = None
+    if teacher and indices is not None and entries is not None:
+        mass = log_mass(q, entries, lse, indices, ranges, scale=scale, sets=indices.shape[2])
     return out.to(q.dtype), lse, mass
 
 
@@ -40,7 +42,7 @@ def attend_backward(
     """
     keys, vals, mask = _memory(q, kv, entries, values, entry_values, indices, ranges, value_width)
     qf, d_out, steady = q.to(keys.dtype), d_out.to(keys.dtype), subtrahend(lse)
-    p = ((scale * torch.einsum("bthd,bnhd->bthn", qf, keys)).masked_fill(~mask, -INF) - steady[..., None]).exp()
+    p = (scale * torch.einsum("bthd,bnhd->bthn", qf, keys) - steady[..., None]).exp().masked_fill(~mask, 0)
     dp = torch.einsum("bthd,bnhd->bthn", d_out, vals).masked_fill(~mask, 0)
     delta = (p * dp).sum(-1)
     dlogit = (p * (dp - delta[..., None])).masked_fill(~mask, 0)

@@ -39,15 +39,22 @@ def kl_rows(scores: Tensor, log_mass: Tensor) -> tuple[Tensor, Tensor]:
         teacher = softmax(log_mass), student = softmax(scores), KL = sum teacher * (ln teacher - ln student)   (V3.2 eq. 3, 4)
     """
     live = scores != -INF
-    log_mass = torch.where(live, log_mass, -INF)
-    total = log_mass.logsumexp(-1, keepdim=True)
-    taught = live & (total != -INF)
-    log_teacher = torch.where(taught, log_mass - total, -INF)
-    log_student = torch.where(taught, scores - scores.logsumexp(-1, keepdim=True), -INF)
+    log_teacher = log_normalised(torch.where(live, log_mass, -INF))
+    taught = live & (log_teacher != -INF).any(-1, keepdim=True)
+    log_student = torch.where(taught, log_normalised(scores), -INF)
     teacher = log_teacher.exp()
     terms = torch.where(teacher == 0, 0, teacher * (log_teacher - log_student))  # 0 ln 0 = 0
     sets = scores.shape[-2]
     return terms.sum((-1, -2)) / sets, (log_student.exp() - teacher) / sets
+
+
+def log_normalised(x: Tensor) -> Tensor:
+    """x - logsumexp(x) over the last dimension, -inf where all are. Shifted by the greatest first: x of magnitude 1e3 loses no digits."""
+    if not x.shape[-1]:
+        return x
+    greatest = x.amax(-1, keepdim=True)
+    shifted = x - torch.where(greatest.isinf(), 0, greatest)
+    return shifted - torch.where(greatest == -INF, 0, shifted.logsumexp(-1, keepdim=True))
 
 
 def over_ranks(log_mass: Tensor, group: str) -> Tensor:
@@ -58,9 +65,9 @@ def over_ranks(log_mass: Tensor, group: str) -> Tensor:
     if not group:
         return log_mass
     from torch import distributed
-    from torch.distributed.distributed_c10d import _resolve_process_group
+    from torch.distributed import distributed_c10d
 
-    ranks = _resolve_process_group(group)
+    ranks = distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
     greatest = log_mass.amax(-1, keepdim=True) if log_mass.shape[-1] else log_mass.new_full((*log_mass.shape[:-1], 1), -INF)
     distributed.all_reduce(greatest, distributed.ReduceOp.MAX, group=ranks)
     greatest = torch.where(greatest.isfinite(), greatest, 0)

@@ -174,7 +174,7 @@ def _tile(q: Tensor, kv: Tensor | None, entries: Tensor | None, indices: Tensor 
     """Queries per chunk, from the logits and gathered rows that one query needs."""
     tokens, heads, width = q.shape[1:]
     own = torch.arange(tokens) + (ranges.kv_offset + 1)
-    keys = 0 if kv is None or not tokens else max(int((own - ranges.window_start).amax()), 0)
+    keys = 0 if kv is None or not ranges.window_start.numel() else max(int((own - ranges.window_start).amax()), 0)
     gathered = 0
     if entries is not None and indices is not None:
         gathered = indices.shape[3] * max(indices.shape[2], entries.shape[2])
