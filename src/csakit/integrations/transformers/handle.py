@@ -22,7 +22,7 @@ from .forwards import Call, Forward, Plan
 from .generation import check_cached
 from .measurement import Measurement
 from .protocol import IndexerAdapter, LayerSite, changed_sources
-from .settings import DENOMINATORS, FREEZES, OBJECTIVES, STAGES, check_share, coefficient, one_of
+from .settings import DENOMINATORS, FREEZES, OBJECTIVES, STAGES, check_share, coefficient, finite_number, one_of
 
 ADAPTERS: tuple[IndexerAdapter, ...] = (DeepseekV4Adapter(),)
 _MARK = "_csakit_handle"
@@ -86,20 +86,17 @@ class Handle:
     """csakit inside one model. A context manager: leaving it removes csakit.
 
     Attributes:
-        step_weight: float, tensor, or a callable that returns one; read in backward and multiplied with coef. A gradient scaler, or
-            1 / micro-batches.
         divisor: what the sum of the indexer's losses is divided by: None (the real tokens of the forward), a number or a tensor
             (one global count, with gradient accumulation).
         layout: the documents of the next forwards, or None: derived from their arguments.
     """
 
-    step_weight: float | Tensor | Callable[[], float | Tensor]
     divisor: float | Tensor | None
     layout: Layout | None
 
     def __init__(self, model: nn.Module, adapter: IndexerAdapter, backbone: Any) -> None:
         self.model = model
-        self.step_weight = 1.0
+        self._step_weight: float | Tensor | Callable[[], float | Tensor] = 1.0
         self.divisor = None
         self.layout = None
         self._adapter = adapter
@@ -149,6 +146,18 @@ class Handle:
     @coef.setter
     def coef(self, value: float | None) -> None:
         self._plan = replace(self._plan, coef=coefficient(value))
+
+    @property
+    def step_weight(self) -> float | Tensor | Callable[[], float | Tensor]:
+        """Number, scalar tensor, or a callable that returns one: read in backward and multiplied with coef. Settable.
+
+        The scale of a gradient scaler, or 1 / micro-batches.
+        """
+        return self._step_weight
+
+    @step_weight.setter
+    def step_weight(self, value: float | Tensor | Callable[[], float | Tensor]) -> None:
+        self._step_weight = value if callable(value) or isinstance(value, Tensor) else finite_number("step_weight", value)
 
     # what came of it
 
@@ -227,7 +236,6 @@ class Handle:
                     self._replace_forward(module, forward)
                 self._hook(site.attention.register_forward_pre_hook(partial(self._enter, site), with_kwargs=True))
             self._hook(self._backbone.register_forward_pre_hook(self._begin, with_kwargs=True))
-            self._hook(self._backbone.get_input_embeddings().register_forward_hook(self._open_input))
             self._set(self._backbone, _MARK, self)
         except BaseException:
             self.remove()
@@ -310,16 +318,15 @@ class Handle:
             raise ValueError("is_causal=False is not available: entries and windows are causal")
 
     def _input_must_require_grad(self) -> bool:
-        """Reentrant checkpointing cuts the graph where no input requires a gradient; with a frozen backbone none would."""
+        """Reentrant checkpointing cuts the graph where no input requires a gradient; with a frozen backbone none would.
+
+        The library sees to it for token ids, not for inputs_embeds.
+        """
         checkpoints = getattr(self._backbone, "gradient_checkpointing", False) and self._backbone.training and torch.is_grad_enabled()
         return checkpoints and self._plan.objective != "off" and self._plan.coef > 0.0
 
-    def _open_input(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        if not output.requires_grad and self._input_must_require_grad():
-            output.requires_grad_()
-
     def _loss_weight(self, coef: float) -> float | Tensor:
-        step = self.step_weight() if callable(self.step_weight) else self.step_weight
+        step = self._step_weight() if callable(self._step_weight) else self._step_weight
         return coef * step
 
     # settings

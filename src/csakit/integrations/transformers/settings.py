@@ -44,10 +44,23 @@ def coefficient(value: Any) -> float:
     """
     if value is None:
         return 0.0
+    number = finite_number("coef", value)
+    if number < 0:
+        raise ValueError(f"coef must not be negative; got {number}. None or 0 turns the loss off")
+    return number
+
+
+def finite_number(name: str, value: Any) -> float:
+    """The value as a float.
+
+    Raises:
+        TypeError: not a number.
+        ValueError: infinite or NaN.
+    """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"coef must be a number or None; got {type(value).__name__} {value!r}")
-    if not math.isfinite(value) or value < 0:
-        raise ValueError(f"coef must be finite and not negative; got {value}. None or 0 turns the loss off")
+        raise TypeError(f"{name} must be a number; got {type(value).__name__} {value!r}")
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be finite; got {value}")
     return float(value)
 
 
