@@ -75,6 +75,12 @@ def test_installing_again_returns_the_same_handle_with_the_new_settings() -> Non
     assert install(model) is not handle
 
 
+def test_installing_around_an_installed_part_is_refused() -> None:
+    model = tiny()
+    with install(model.model), pytest.raises(RuntimeError, match="already installed in a part of this DeepseekV4ForCausalLM"):
+        install(model)
+
+
 def test_a_configuration_shared_with_another_model_is_not_touched() -> None:
     model = tiny()
     other = host.DeepseekV4ForCausalLM(model.config)

@@ -7,6 +7,8 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from v4_model import CSA, HCA, KINDS, SLIDING, gradients, indexer_part, tiny, tokens, worst_gap
 
 import csakit
@@ -137,6 +139,15 @@ def test_a_model_that_was_frozen_whole_trains_its_indexers_when_a_stage_asks_for
     assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
+def test_a_parameter_that_came_later_is_frozen_with_the_others() -> None:
+    model = tiny()
+    with install(model) as handle:
+        model.resize_token_embeddings(70)
+        handle.stage("warmup")
+        assert dict(handle.trainable_parameters()).keys() == dict(handle.indexer_parameters()).keys()
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
 def test_freezing_takes_the_gradients_away_that_an_optimizer_would_still_apply() -> None:
     model, ids = tiny(), tokens(1, 45)
     with install(model) as handle:
@@ -250,6 +261,28 @@ def test_step_weight_is_read_in_backward_and_multiplied_with_coef() -> None:
         assert float(handle.losses["layers.1"]) > 0
 
 
+class Greatest(TorchDispatchMode):
+    """The number of elements of the greatest tensor that any operation outside csakit's own returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        self.elements = max([self.elements, *(x.numel() for x in tree_leaves(out) if isinstance(x, Tensor))])
+        return out
+
+
+@pytest.mark.parametrize("stage", ["warmup", "sparse"])
+def test_nothing_of_token_by_token_or_token_by_entry_by_head_size_is_built(stage: str) -> None:
+    model, ids = tiny(hidden_size=32), tokens(1, 1024)
+    with install(model) as handle:
+        handle.stage(stage)
+        with Greatest() as greatest:
+            model(ids, attention_mask=torch.ones_like(ids)).logits.sum().backward()
+    # the greatest are the index queries, 1024 x 16 x 16; masks would be 1024 x 1024, scores 1024 x 256 x 16, weights 4 x 1024 x 1280
+    assert greatest.elements <= 1024 * 16 * 16
+
+
 # ---- precision and learning ----------------------------------------------------------------------------------------------
 
 
@@ -305,7 +338,8 @@ def test_measured_values_are_those_of_the_verbs_and_name_what_they_average() -> 
         assert sum(found[branch + suffix] for branch in ("window", "entries", "sink")) == pytest.approx(1, abs=1e-5)
         heads = torch.tensor(found["heads_entries" + suffix])
         assert float(heads.mean()) == pytest.approx(found["entries" + suffix], rel=1e-6)
-        assert float(heads.std(correction=0) / heads.mean()) == pytest.approx(found["heads_cv" + suffix], rel=1e-5)
+        # per query heads differ at least as much as their averages over queries do
+        assert float(heads.std(correction=0) / heads.mean()) < found["heads_cv" + suffix] < 1
         assert 0 < found["captured" + suffix] <= 1 and 0 < found["recall" + suffix] <= 1 and 0 <= found["top1" + suffix] <= 1
     last, padded = found["queries"]
     assert (last["visible"], last["position"], len(last["picked"])) == ([0, 11], 44, 4)

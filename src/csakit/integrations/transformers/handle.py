@@ -58,7 +58,8 @@ def install(
     Raises:
         TypeError: a model of an unknown type, or coef is not a number.
         ValueError: an unknown setting, or a configuration csakit cannot run faithfully.
-        RuntimeError: with `strict`, a changed function of the library; or a layer that something else has patched.
+        RuntimeError: with `strict`, a changed function of the library; a layer that something else has patched; csakit already in a part
+            of this model.
     """
     one_of("objective", objective, OBJECTIVES)
     one_of("denominator", denominator, DENOMINATORS)
@@ -77,6 +78,8 @@ def install(
                 "relies on. Install csakit[hf], or pass strict=False and compare logits with the stock model yourself"
             )
         handle = Handle(model, adapter, backbone)
+    elif all(module is not model for module in handle.model.modules()):
+        raise RuntimeError(f"csakit is already installed in a part of this {type(model).__name__}; remove that handle first")
     handle._configure(objective=objective, denominator=denominator, freeze=freeze, coef=coef)
     handle._attach()
     return handle
@@ -103,7 +106,7 @@ class Handle:
         self._backbone = backbone
         self._sites = adapter.layers(backbone)
         self._arguments = list(signature(type(backbone).forward).parameters)[1:]
-        self._requires_grad = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+        self._requires_grad: dict[int, tuple[nn.Parameter, bool]] = {}  # by id: who trained when csakit first saw it
         self._plan = Plan(selects=True, objective="off", coef=0.0, denominator="attended")
         self._last: Forward | None = None
         self._measurement: Measurement | None = None
@@ -188,7 +191,8 @@ class Handle:
         Per CSA layer, with the mean over real tokens that see more entries than topk under the plain name, and over all real
         tokens that see an entry under `<name>_all`: kl (dense, nats), captured (teacher mass at the student's own picks), recall
         (of the teacher's own topk), top1, entropy, uniform_kl, and window, entries, sink (mass shares, mean over heads);
-        heads_entries (the entries share of each head), heads_cv (its coefficient of variation), tokens (how many were averaged).
+        heads_entries (the entries share of each head), heads_cv (its coefficient of variation over the heads of a query: where it is
+        small, heads agree and the teacher's denominator hardly matters), tokens (how many were averaged). None where there are none.
 
         It costs a second, dense pass and holds [B, T, E] for one layer at a time. Attention and losses stay those of the stage.
 
@@ -346,8 +350,9 @@ class Handle:
 
     def _set_trainable(self, trains: str) -> None:
         owned = self._indexer_ids()
-        any_indexer = any(trainable for parameter, trainable in self._requires_grad if id(parameter) in owned)
-        for parameter, trainable in self._requires_grad:
+        parameters = self._parameters()
+        any_indexer = any(trainable for parameter, trainable in parameters if id(parameter) in owned)
+        for parameter, trainable in parameters:
             is_indexer = id(parameter) in owned
             candidate = trainable or (is_indexer and not any_indexer and parameter.is_floating_point())
             parameter.requires_grad_(candidate and trains in ("everything", "indexer" if is_indexer else "backbone"))
@@ -355,8 +360,14 @@ class Handle:
                 parameter.grad = None  # an optimizer would still step on it
 
     def _restore_requires_grad(self) -> None:
-        for parameter, trainable in self._requires_grad:
+        for parameter, trainable in self._parameters():
             parameter.requires_grad_(trainable)
+
+    def _parameters(self) -> list[tuple[nn.Parameter, bool]]:
+        """The model's parameters now, each with whether it trained when it was first seen (a resized embedding is a new one)."""
+        return [
+            self._requires_grad.setdefault(id(parameter), (parameter, parameter.requires_grad)) for parameter in self.model.parameters()
+        ]
 
     def _indexer_ids(self) -> set[int]:
         return {id(parameter) for site in self._sites if site.indexer is not None for parameter in site.indexer.parameters()}

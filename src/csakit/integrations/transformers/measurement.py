@@ -50,6 +50,7 @@ class Measurement:
             "uniform_kl": csakit.metrics.uniform_kl(log_mass),
             **{branch: share.mean(-1) for branch, share in zip(shares._fields, shares)},
             "heads_entries": shares.entries,
+            "heads_cv": _variation(shares.entries),
             "tokens": torch.ones_like(lse[..., 0]),
         }
         visible = layout.entry_stop - layout.entry_start
@@ -73,6 +74,12 @@ class Measurement:
             sums[key + suffix] = sums[key + suffix] + total if key + suffix in sums else total
 
 
+def _variation(shares: Tensor) -> Tensor:
+    """The coefficient of variation over heads: [B, T, H] -> [B, T], 0 where no head gives anything."""
+    mean = shares.mean(-1)
+    return torch.where(mean > 0, shares.std(-1, correction=0) / mean, 0)
+
+
 def _averages(sums: dict[str, Tensor]) -> dict[str, Any]:
     averages: dict[str, Any] = {}
     for suffix in ("", "_all"):
@@ -80,8 +87,6 @@ def _averages(sums: dict[str, Tensor]) -> dict[str, Any]:
         averages["tokens" + suffix] = count
         own = [key for key in sums if key.endswith("_all") == bool(suffix) and not key.startswith("tokens")]
         averages |= {key: (sums[key] / count).tolist() if count else None for key in own}
-        heads = sums["heads_entries" + suffix]
-        averages["heads_cv" + suffix] = float(heads.std(correction=0) / heads.mean()) if count else None
     return averages
 
 
