@@ -33,7 +33,8 @@ Objective = Literal["sparse", "dense"]
 Denominator = Literal["attended", "visible"]
 INDEX_INPUTS = ("q_index", "k_index", "weights")
 ATTENTION_INPUTS = ("q", "kv", "entries", "sink")
-POOLING_INPUTS = ("values", "gates", "bias")
+TOKEN_INPUTS = ("q", "kv", "q_index", "weights", "values", "gates")  # fields with a row for every token
+ENTRY_INPUTS = ("entries", "k_index")  # and for every entry
 
 
 class NotSupported(Exception):
@@ -105,6 +106,13 @@ class Case:
         tensors = self.tensors().items()
         return self.with_tensors({name: x.to(device, dtype if x.is_floating_point() else x.dtype) for name, x in tensors})
 
+    def alone(self, row: int, first: int, length: int, entry: int) -> Case:
+        """The tokens first .. first+length-1 of a row and the entries from `entry` on that they complete, as a row of their own."""
+        entries = slice(entry, entry + length // self.ratio)
+        parts = {name: getattr(self, name)[row : row + 1, first : first + length] for name in TOKEN_INPUTS}
+        parts |= {name: getattr(self, name)[row : row + 1, entries] for name in ENTRY_INPUTS}
+        return dataclasses.replace(self.with_tensors(parts), cu_seqlens=None, mask=None)
+
     def heads(self, start: int, stop: int) -> Case:
         """What a rank sees that holds the heads start .. stop-1; the indexer is not sharded."""
         return dataclasses.replace(self, q=self.q[:, :, start:stop], sink=self.sink[start:stop])
@@ -137,7 +145,7 @@ def random_case(
     if lengths:
         rows, tokens = 1, sum(lengths)
     generator = torch.Generator().manual_seed(seed)
-    width, index_heads, index_width = 4, 4, 4
+    width, index_heads, index_width = 4, 8, 4  # with few index heads ReLU makes ties of zeros
 
     def grid(*shape: int) -> Tensor:
         return torch.randint(-32, 33, shape, generator=generator).double() / 16

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .candidates import WRONG, PlainTorch
 from .case import Case, Denominator, random_case
-from .subject import Subject, gap
+from .subject import Subject
 
 
 def closest(subject: Subject) -> str:
@@ -18,7 +18,7 @@ def closest(subject: Subject) -> str:
     found = [(number, loss) for number, case in enumerate(cases) if (loss := _loss(subject, case)) is not None]
     if not found:
         return "it gives no loss to compare with known mistakes"
-    gaps = {name: max(gap(loss, losses[number]) for number, loss in found) for name, losses in known.items()}
+    gaps = {name: max(_away(loss, losses[number], known["torch"][number]) for number, loss in found) for name, losses in known.items()}
     right = gaps.pop("torch")
     if right <= subject.tolerance:
         return "on ordinary rows its loss is right"
@@ -26,9 +26,14 @@ def closest(subject: Subject) -> str:
     if fitting:
         return f"its loss is that of {' or '.join(fitting)} ({right:.2g} from the right one)"
     best = min(gaps, key=gaps.__getitem__)
-    if gaps[best] < right:
+    if gaps[best] < right / 2:
         return f"nearest known mistake: {best} ({gaps[best]:.2g} away; {right:.2g} from the right loss)"
-    return f"no known mistake is nearer than the right loss ({right:.2g} away)"
+    return f"no known mistake is much nearer than the right loss ({right:.2g} away)"
+
+
+def _away(loss: Tensor, known: Tensor, right: Tensor) -> float:
+    """Distance of a loss from a known one, in units of the right one."""
+    return float(((loss - known) / right).abs().nan_to_num(float("inf")))
 
 
 @cache

@@ -50,7 +50,7 @@ def queries(case: Case) -> Iterator[Query]:
 def scores_of(case: Case, query: Query) -> Tensor:
     """Index scores of the visible entries: index_scale * sum_i weights_i * relu(q_i . k_e)."""
     products = case.q_index[query.row, query.token] @ case.k_index[query.row, query.visible].T
-    return case.index_scale * (case.weights[query.row, query.token] @ products.clamp_min(0))
+    return case.index_scale * (case.weights[query.row, query.token] @ products.relu())
 
 
 def chosen_of(case: Case, query: Query, scores: Tensor) -> list[int]:

@@ -13,7 +13,7 @@ from .case import ATTENTION_INPUTS, INDEX_INPUTS, LOSS_INPUTS, Case, Denominator
 from .oracle import Solution, solve
 
 # How far a right answer may be off, relative to the largest expected value: what rounding does in small sums and no more.
-TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 2e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 FLOOR = 1e-3  # below this size an expected value counts as this large
 
 
@@ -84,7 +84,7 @@ class Subject:
             return self._member("select")(case).detach().cpu().long()
         found = self._result(self._loss(case)).indices
         if found is None:
-            raise NotSupported("the candidate has no select(case) and its result no indices")
+            raise NotSupported("the candidate has no select() and its result no indices")
         return found.detach().cpu().long()
 
     def entries(self, case: Case) -> Tensor:
@@ -108,7 +108,7 @@ class Subject:
     def _member(self, name: str) -> Callable:
         member = getattr(self.candidate, name, None)
         if not callable(member):
-            raise NotSupported(f"the candidate has no {name}(case)")
+            raise NotSupported(f"the candidate has no {name}()")
         return member
 
     def _result(self, given: Any) -> Result:

@@ -9,13 +9,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..case import INDEX_INPUTS, Case, random_case
+from ..case import ENTRY_INPUTS, INDEX_INPUTS, TOKEN_INPUTS, Case, random_case
 from ..subject import FLOOR, Answer, Subject, distance, gap
-from .probe import Measure, at_most, probe
-
-MOVED = 1e-3  # share of the largest gradient; rows that depend on a change move by 6e-3 and more, in any precision
-TOKEN_INPUTS = ("q", "kv", "q_index", "weights")
-ENTRY_INPUTS = ("entries", "k_index")
+from .probe import MOVED, Measure, at_most, probe
 
 
 @probe(
@@ -71,13 +67,12 @@ def packed_leak(subject: Subject) -> Measure:
     case = random_case(lengths=(0, 5, 1, 7, 2, 0, 9))
     tokens, used = case.kv.shape[1], 0
     expected = Answer(torch.zeros((), dtype=torch.float64), {name: torch.zeros_like(getattr(case, name)) for name in INDEX_INPUTS})
-    for _, first, length in case.documents:
-        inside, own = slice(first, first + length), slice(used, used + length // case.ratio)
-        parts = {name: getattr(case, name)[:, inside] for name in TOKEN_INPUTS} | {n: getattr(case, n)[:, own] for n in ENTRY_INPUTS}
-        alone, share = subject.answer(replace(case.with_tensors(parts), cu_seqlens=None)), length / tokens
+    for row, first, length in case.documents:
+        alone, share = subject.answer(case.alone(row, first, length, used)), length / tokens
         expected.loss.add_(share * alone.loss)
         for name in INDEX_INPUTS:
-            expected.gradients[name][:, own if name in ENTRY_INPUTS else inside] = share * alone.gradients[name]
+            start = used if name in ENTRY_INPUTS else first
+            expected.gradients[name][:, start : start + alone.gradients[name].shape[1]] = share * alone.gradients[name]
         used += length // case.ratio
     return at_most(distance(subject.answer(case), expected), subject.tolerance)
 
@@ -88,15 +83,8 @@ def packed_leak(subject: Subject) -> Measure:
     "memory that nobody may read is read: masked in the scores, but multiplied (0 * NaN)",
 )
 def padding_poison(subject: Subject) -> Measure:
-    lengths = (12, 7, 0)
-    case = replace(random_case(3, 12), mask=torch.arange(12) < torch.tensor(lengths)[:, None])
-    poisoned = {name: getattr(case, name).clone() for name in (*TOKEN_INPUTS, *ENTRY_INPUTS)}
-    for row, length in enumerate(lengths):
-        for name in TOKEN_INPUTS:
-            poisoned[name][row, length:] = math.nan
-        for name in ENTRY_INPUTS:
-            poisoned[name][row, length // case.ratio :] = math.nan
-    return at_most(distance(subject.answer(case.with_tensors(poisoned)), subject.answer(case)), subject.tolerance)
+    case = replace(random_case(3, 12), mask=torch.arange(12) < torch.tensor([12, 7, 0])[:, None])
+    return at_most(distance(subject.answer(poisoned(case)), subject.answer(case)), subject.tolerance)
 
 
 @probe(
@@ -123,6 +111,16 @@ def empty_rows(subject: Subject) -> Measure:
     answers = [subject.answer(random_case(tokens=tokens, ratio=4)) for tokens in (7, 3)]
     found = [x.abs().nan_to_num(math.inf) for answer in answers for x in (answer.loss, *answer.gradients.values())]
     return at_most(max(float(x.max()) for x in found if x.numel()), subject.tolerance * FLOOR)
+
+
+def poisoned(case: Case) -> Case:
+    """A case with right padding, the same but for NaN in everything that no real token may read."""
+    assert case.mask is not None
+    lengths, tensors = case.mask.sum(1), {name: getattr(case, name).clone() for name in (*TOKEN_INPUTS, *ENTRY_INPUTS)}
+    for row, length in enumerate(lengths.tolist()):
+        for name, x in tensors.items():
+            x[row, length if name in TOKEN_INPUTS else length // case.ratio :] = math.nan
+    return case.with_tensors(tensors)
 
 
 def _rows_that_move(subject: Subject, case: Case, changes: Iterable[tuple[Case, range]]) -> Measure:

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 from ..subject import Subject
 
+MOVED = 1e-3  # something has moved when it moves by this share; in these cases a right candidate moves by 6e-3 and more
+
 
 class Measure(NamedTuple):
     """A measured number, the limit it is held to, in words, and whether it keeps it."""
