@@ -385,3 +385,13 @@ def test_a_query_outside_the_batch_is_refused() -> None:
         pytest.raises(ValueError, match=r"queries must lie inside \[1, 45\].*\(0, 45\)"),
     ):
         handle.model(tokens(1, 45))
+
+
+def test_a_compiled_attention_layer_is_one_graph_and_gives_the_same_loss_and_gradients() -> None:
+    model, ids = tiny((CSA,)), tokens(1, 45)
+    with install(model) as handle:
+        plain, loss = backward(model, ids), handle.losses["layers.0"]
+        model.model.layers[0].self_attn.compile(backend="eager", fullgraph=True)
+        compiled = backward(model, ids)
+        assert float(handle.losses["layers.0"]) == pytest.approx(float(loss), rel=1e-6)
+        assert worst_gap(compiled, plain)[0] < 1e-5
