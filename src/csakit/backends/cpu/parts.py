@@ -13,14 +13,15 @@ C queries of a chunk, H heads in S sets, G KV heads, n rows, D width.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..rows import INF, Ranges
 
-DENSE_UP_TO = 1.3  # visible / selected: below, a masked block product is cheaper than a gather (docs/performance.md)
+DENSE_UP_TO = 1.3  # visible / selected: up to here a masked block product is cheaper than a gather
 TILE_BYTES = 4 << 20  # temporaries of a chunk should stay in cache ...
 MOST_BYTES = 24 << 20  # ... and must stay bounded
 
@@ -50,48 +51,59 @@ class Memory(NamedTuple):
     d_values: Tensor | None = None
 
 
-class Part(Protocol):
-    """Keys and values of a chunk. Weights have shape [C, H, n]."""
+class Part(ABC):
+    """Keys and values of a chunk, with the products attention needs. Weights have shape [C, H, n], rows and results [C, H, D]."""
 
     live: Tensor  # [C, 1 or S, n]: what may be attended
+    _memory: Memory
+    _keys: Tensor
+    _values: Tensor
 
-    def dots(self, q: Tensor) -> Tensor: ...  # [C, H, D] -> [C, H, n], q . key
-    def value_dots(self, d_out: Tensor) -> Tensor: ...  # [C, H, Dv] -> [C, H, n], d_out . value
-    def keys_by(self, weights: Tensor) -> Tensor: ...  # sum weight * key [C, H, D]
-    def values_by(self, weights: Tensor) -> Tensor: ...  # sum weight * value [C, H, Dv]
-    def add_key_gradient(self, weights: Tensor, rows: Tensor) -> None: ...  # d_key += sum weight * row, rows [C, H, D]
-    def add_value_gradient(self, weights: Tensor, rows: Tensor) -> None: ...
+    def dots(self, q: Tensor) -> Tensor:
+        """[C, H, n]: q . key"""
+        return self._dots(q, self._keys)
+
+    def value_dots(self, d_out: Tensor) -> Tensor:
+        """[C, H, n]: d_out . value"""
+        return self._dots(d_out, self._values)
+
+    def keys_by(self, weights: Tensor) -> Tensor:
+        """[C, H, D]: sum of weight * key"""
+        return self._by(weights, self._keys)
+
+    def values_by(self, weights: Tensor) -> Tensor:
+        """[C, H, Dv]: sum of weight * value"""
+        return self._by(weights, self._values)
+
+    def add_key_gradient(self, weights: Tensor, rows: Tensor) -> None:
+        """d_key += sum over queries and heads of weight * row"""
+        assert self._memory.d_keys is not None
+        self._add(self._memory.d_keys, weights, rows)
+
+    def add_value_gradient(self, weights: Tensor, rows: Tensor) -> None:
+        """d_value += sum over queries and heads of weight * row"""
+        shared = self._memory.values is None
+        target = self._memory.d_keys if shared else self._memory.d_values
+        assert target is not None
+        self._add(target[..., : self._memory.width] if shared else target, weights, rows)
+
+    @abstractmethod
+    def _dots(self, x: Tensor, rows: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def _by(self, weights: Tensor, rows: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def _add(self, d_memory: Tensor, weights: Tensor, rows: Tensor) -> None: ...
 
 
-class Block:
+class Block(Part):
+    """Consecutive rows."""
+
     def __init__(self, memory: Memory, rows: slice, live: Tensor, dtype: torch.dtype) -> None:
         self._rows, self._memory, self.live = rows, memory, live
         self._keys = memory.keys[rows].to(dtype)
         self._values = self._keys[..., : memory.width] if memory.values is None else memory.values[rows].to(dtype)
-
-    def dots(self, q: Tensor) -> Tensor:
-        return self._dots(q, self._keys)
-
-    def value_dots(self, d_out: Tensor) -> Tensor:
-        return self._dots(d_out, self._values)
-
-    def keys_by(self, weights: Tensor) -> Tensor:
-        return self._by(weights, self._keys)
-
-    def values_by(self, weights: Tensor) -> Tensor:
-        return self._by(weights, self._values)
-
-    def add_key_gradient(self, weights: Tensor, rows: Tensor) -> None:
-        assert self._memory.d_keys is not None
-        self._add(self._memory.d_keys[self._rows], weights, rows)
-
-    def add_value_gradient(self, weights: Tensor, rows: Tensor) -> None:
-        if self._memory.values is None:
-            assert self._memory.d_keys is not None
-            self._add(self._memory.d_keys[self._rows][..., : self._memory.width], weights, rows)
-        else:
-            assert self._memory.d_values is not None
-            self._add(self._memory.d_values[self._rows], weights, rows)
 
     def _dots(self, x: Tensor, rows: Tensor) -> Tensor:
         return _ungroup(_group(x, rows.shape[1]) @ rows.permute(1, 2, 0), x.shape[0])
@@ -99,14 +111,16 @@ class Block:
     def _by(self, weights: Tensor, rows: Tensor) -> Tensor:
         return _ungroup(_group(weights, rows.shape[1]) @ rows.transpose(0, 1), weights.shape[0])
 
-    @staticmethod
-    def _add(d_rows: Tensor, weights: Tensor, rows: Tensor) -> None:
+    def _add(self, d_memory: Tensor, weights: Tensor, rows: Tensor) -> None:
+        d_rows = d_memory[self._rows]
         groups = d_rows.shape[1]
         for g, (w, x) in enumerate(zip(_group(weights, groups), _group(rows, groups))):
             d_rows[:, g].addmm_(w.T, x)
 
 
-class Gathered:
+class Gathered(Part):
+    """The rows of a list of indices per query and set."""
+
     def __init__(self, memory: Memory, indices: Tensor, live: Tensor, scratch: Scratch, name: str, *, finite: bool) -> None:
         # pieces: the coarsest cut of the heads in which each piece has one set and one KV head
         count, sets, slots = indices.shape
@@ -121,30 +135,6 @@ class Gathered:
         self._dead = None if finite else ~live[:, piece * sets // pieces].flatten()
         self._keys = self._gather(memory.keys, "keys")
         self._values = self._keys[..., : memory.width] if memory.values is None else self._gather(memory.values, "values")
-
-    def dots(self, q: Tensor) -> Tensor:
-        return self._dots(q, self._keys)
-
-    def value_dots(self, d_out: Tensor) -> Tensor:
-        return self._dots(d_out, self._values)
-
-    def keys_by(self, weights: Tensor) -> Tensor:
-        return self._by(weights, self._keys)
-
-    def values_by(self, weights: Tensor) -> Tensor:
-        return self._by(weights, self._values)
-
-    def add_key_gradient(self, weights: Tensor, rows: Tensor) -> None:
-        assert self._memory.d_keys is not None
-        self._add(self._memory.d_keys, weights, rows)
-
-    def add_value_gradient(self, weights: Tensor, rows: Tensor) -> None:
-        if self._memory.values is None:
-            assert self._memory.d_keys is not None
-            self._add(self._memory.d_keys[..., : self._memory.width], weights, rows)
-        else:
-            assert self._memory.d_values is not None
-            self._add(self._memory.d_values, weights, rows)
 
     def _gather(self, rows: Tensor, kind: str) -> Tensor:
         count, pieces, slots = self._shape
@@ -169,15 +159,14 @@ class Gathered:
     def _by(self, weights: Tensor, rows: Tensor) -> Tensor:
         return (self._cut(weights) @ rows).view(weights.shape[0], weights.shape[1], rows.shape[2])
 
-    def _add(self, d_rows: Tensor, weights: Tensor, rows: Tensor) -> None:
-        # d_rows [N, G, D] may be the leading channels of a wider array: the flat view keeps its strides
+    def _add(self, d_memory: Tensor, weights: Tensor, rows: Tensor) -> None:
         count, pieces, slots = self._shape
         share = self._scratch("gradient", count * pieces, slots, rows.shape[2])
         torch.bmm(self._cut(weights).transpose(1, 2), self._cut(rows), out=share)
         share = share.view(count * pieces * slots, rows.shape[2])
         if self._dead is not None:
             share.masked_fill_(self._dead[:, None], 0)
-        d_rows.flatten(0, 1).index_add_(0, self._index, share)
+        d_memory.flatten(0, 1).index_add_(0, self._index, share)
 
 
 def _group(x: Tensor, groups: int) -> Tensor:
