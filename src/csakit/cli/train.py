@@ -1,0 +1,168 @@
+"""`csakit train`: train a small DeepSeek-V4 and its indexer on real text, in three stages."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from csakit.cli import CommandError, UsageError
+from csakit.train import config as settings
+from csakit.train.presets import PRESETS
+
+NAME = "train"
+SUMMARY = "train a small DeepSeek-V4 and its Lightning Indexer on real text: dense, indexer warm-up, sparse"
+RUN_FILE = "run.json"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the options; the settings of a run are listed from its dataclasses."""
+    parser.add_argument("--preset", choices=sorted(PRESETS), help="settings to start from (default: tiny)")
+    parser.add_argument(
+        "--data", metavar="PATH", help="folder, file, .zip or .jsonl of text (default: the source of Python's standard library)"
+    )
+    parser.add_argument("--out", metavar="DIR", type=Path, help="folder of the run (default: the next free runs/PRESET-NUMBER)")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on with the run in --out (default: the newest below runs/) from its last checkpoint"
+    )
+    parser.add_argument("--stage", metavar="NAMES", help=f"stages to run, separated by commas (default: {','.join(settings.STAGES)})")
+    parser.add_argument("--seed", metavar="N", help="seed of weights and text order")
+    parser.add_argument(
+        "--set", metavar="KEY=VALUE", action="append", default=[], help="change one setting of those below; may be repeated"
+    )
+    parser.add_argument("--json", action="store_true", help="print the summary as one JSON object; everything else goes to standard error")
+    parser.epilog = _epilog()
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train, write the report and print what was learnt."""
+    stream = sys.stderr if args.json else sys.stdout
+    try:
+        folder, config = _resumed(args) if args.resume else _new(args)
+    except (ValueError, TypeError) as error:
+        raise UsageError(str(error)) from error
+    # From here on torch is needed.
+    from csakit.cli.env import versions
+    from csakit.report import page, summary
+    from csakit.train import checkpoint, corpus, log, loop
+
+    console = log.Console(stream)
+    asked = _Asked()
+    try:
+        documents = corpus.load(config.data)
+        console.say(documents.describe())
+        if not args.resume:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / RUN_FILE).write_text(
+                json.dumps({"config": settings.to_dict(config), "environment": versions()}, indent=1), encoding="utf-8"
+            )
+        with asked:
+            loop.Trainer(config, documents, folder, console, stop=asked).run(resume=args.resume)
+        target = page.write(folder)
+    except loop.Interrupted as saved:
+        console.say(f"stopped; saved as {saved}\ngo on with: csakit train --resume --out {folder}")
+        return 128 + asked.signal
+    except corpus.DataError as error:
+        raise UsageError(str(error)) from error
+    except (checkpoint.CheckpointError, loop.TrainingError, ImportError, OSError) as error:
+        raise CommandError(str(error)) from error
+    learnt = summary.summarise(summary.read_run(folder))
+    console.say("\n".join(["", *summary.lines(learnt), f"report: {target}"]))
+    if args.json:
+        print(json.dumps({**learnt, "report": str(target)}))
+    return 0
+
+
+class _Asked:
+    """Says yes once SIGINT or SIGTERM has come. The second SIGINT ends the program at once."""
+
+    def __init__(self) -> None:
+        self.signal = 0
+
+    def __call__(self) -> bool:
+        return self.signal != 0
+
+    def __enter__(self) -> _Asked:
+        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _: Any) -> None:
+        if self.signal:
+            raise KeyboardInterrupt
+        self.signal = number
+        print("stopping after this step; once more to stop at once, unsaved", file=sys.stderr, flush=True)
+
+
+def _changes(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings the command line asks for, by dotted key."""
+    # An absolute path, so that the run can be resumed from another folder.
+    data = None if args.data is None else str(Path(args.data).expanduser().resolve())
+    given = [("data.path", data), ("stages", args.stage), ("seed", args.seed)]
+    changes = {key: settings.parse(key, text) for key, text in given if text is not None}
+    for assignment in args.set:
+        key, equals, text = assignment.partition("=")
+        if not equals:
+            raise ValueError(f"--set: expected KEY=VALUE, got {assignment!r}")
+        changes[key] = settings.parse(key, text)
+    return changes
+
+
+def _new(args: argparse.Namespace) -> tuple[Path, settings.RunConfig]:
+    """Folder and settings of a new run."""
+    preset = args.preset or "tiny"
+    config = settings.updated(PRESETS[preset], _changes(args))
+    if args.out is None:
+        number = 1
+        while (folder := Path("runs", f"{preset}-{number:03d}")).exists():
+            number += 1
+        return folder, config
+    if (args.out / RUN_FILE).exists():
+        raise ValueError(f"--out {args.out} holds a run already; add --resume to go on with it, or name another folder")
+    return args.out, config
+
+
+def _resumed(args: argparse.Namespace) -> tuple[Path, settings.RunConfig]:
+    """Folder and settings of a run that goes on: the settings are the stored ones."""
+    folder = (
+        args.out or max(Path("runs").glob(f"*/{RUN_FILE}"), key=lambda path: path.stat().st_mtime, default=Path("runs", RUN_FILE)).parent
+    )
+    try:
+        stored = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))["config"]
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"--resume: no run in {folder} ({error}); name its folder with --out, or leave out --resume to start one"
+        ) from error
+    config = settings.from_dict(stored)
+    asked = settings.updated(PRESETS[args.preset] if args.preset else config, _changes(args))
+    if asked != config:
+        before, after = settings.flat(config), settings.flat(asked)
+        differing = "; ".join(f"{key} is {before[key]!r}, not {after[key]!r}" for key in before if before[key] != after[key])
+        raise ValueError(
+            f"--resume: the run in {folder} keeps its settings ({differing}); leave the option out, or start another run in another --out"
+        )
+    return folder, config
+
+
+def _epilog() -> str:
+    """The settings for --help: key, default in the tiny preset, meaning."""
+    values = settings.flat(PRESETS["tiny"])
+    lines = ["settings (--set KEY=VALUE), with their values in the tiny preset:"]
+    for key, (entry, _) in settings.all_settings().items():
+        value = (
+            ",".join(values[key])
+            if isinstance(values[key], tuple)
+            else str(values[key]).lower()
+            if isinstance(values[key], bool)
+            else values[key]
+        )
+        choices = f" ({', '.join(entry.metadata['choices'])})" if entry.metadata["choices"] else ""
+        lines.append(f"  {key + '=' + str(value):34} {entry.metadata['help']}{choices}")
+    lines += ["", "exit codes: 0 done, 1 the run failed, 2 usage, 130 or 143 interrupted by SIGINT or SIGTERM and saved"]
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""`csakit report`: what a run learnt, as numbers and as one HTML page."""

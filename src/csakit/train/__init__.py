@@ -1,0 +1,1 @@
+"""`csakit train`: settings, text, batches, stages, checkpoints and log of a training run."""
