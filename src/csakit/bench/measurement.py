@@ -1,0 +1,78 @@
+"""Clocks: interleaved repeats of prepared functions, each with CPU, wall and (on a GPU) device time."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+PRODUCTS = {
+    "cpu": ((1024, 1024, 1024), (512, 640, 512)),
+    "cuda": ((8192, 8192, 8192),),
+}  # [M, K, N] of the matrix products that show the peak
+
+
+class Sample(NamedTuple):
+    """Seconds of one call."""
+
+    cpu: float  # of all threads of the process
+    wall: float
+    device: float | None  # between two events on the GPU's stream
+
+
+def interleaved(functions: Mapping[str, Callable[[], Any]], repeats: int, device: str) -> dict[str, list[Sample]]:
+    """Every function once per round, in another order each round, so that all meet the same weather."""
+    names = list(functions)
+    samples: dict[str, list[Sample]] = {name: [] for name in names}
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(repeats):
+            turn = number % len(names) if names else 0
+            for name in names[turn:] + names[:turn]:
+                samples[name].append(once(functions[name], device))
+    finally:
+        gc.enable()
+    return samples
+
+
+def once(function: Callable[[], Any], device: str) -> Sample:
+    """One call, timed; its results are dropped after the clock has stopped."""
+    if not device.startswith("cuda"):
+        wall, cpu = time.perf_counter(), time.process_time()
+        results = function()
+        cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+        del results
+        return Sample(cpu, wall, None)
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    stream = torch.cuda.current_stream(device)
+    torch.cuda.synchronize(device)
+    wall, cpu = time.perf_counter(), time.process_time()
+    begin.record(stream)
+    results = function()
+    end.record(stream)
+    torch.cuda.synchronize(device)
+    cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+    del results
+    return Sample(cpu, wall, begin.elapsed_time(end) / 1e3)
+
+
+def products(dtype: str, device: str) -> dict[str, tuple[Callable[[], Any], int]]:
+    """The matrix products to time beside the providers, each with its operations: the best of them is the machine's peak."""
+    found: dict[str, tuple[Callable[[], Any], int]] = {}
+    for rows, inner, columns in PRODUCTS["cuda" if device.startswith("cuda") else "cpu"]:
+        left = torch.ones(rows, inner, dtype=getattr(torch, dtype), device=device)
+        right = torch.ones(inner, columns, dtype=left.dtype, device=device)
+        out = left @ right
+        flops = 2 * rows * inner * columns
+        count = max(1, round(2e9 / flops))  # long enough for the clock
+
+        def multiply(left: torch.Tensor = left, right: torch.Tensor = right, out: torch.Tensor = out, count: int = count) -> None:
+            for _ in range(count):
+                torch.mm(left, right, out=out)
+
+        found[f"product {rows}x{inner}x{columns}"] = (multiply, count * flops)
+    return found
