@@ -89,28 +89,15 @@ class Addresses:
         Raises:
             TypeError, ValueError: offsets that are not 1-D integers or differ in length, a layout with several rows or a halo.
         """
-        rows, length, _ = _sizes(layout)
-        if rows != 1 or layout.kv_offset:
-            raise ValueError(f"thd is for one packed row without a halo; got {rows} rows, kv_offset {layout.kv_offset}. Use sbhd")
-        checks.tensor("cu_seqlens", cu_seqlens, "[documents + 1]", (None,), kind="index")
-        if cu_seqlens.shape[0] < 2:
-            raise ValueError("cu_seqlens must hold at least one document: two offsets")
-        room = cu_seqlens.long()
-        live = layout.entry_token[0] >= 0
-        first = torch.where(live, layout.entry_token[0].long(), length)  # ascending: spare capacity comes last
-        own = torch.searchsorted(first, room)  # the layout's entries before each document
-        if cu_entries is None:
-            cu_entries = own
-        checks.tensor("cu_entries", cu_entries, "of the shape of cu_seqlens", tuple(cu_seqlens.shape), kind="index")
-        before = cu_entries.long()
-        last = room.shape[0] - 2
+        length = layout.positions.shape[1]
+        row, document = packed_entries(layout, cu_seqlens, cu_entries=cu_entries)
+        room, live = cu_seqlens.long(), layout.entry_token >= 0
+        before = packed_entry_offsets(layout, cu_seqlens) if cu_entries is None else cu_entries.long()
         token = torch.arange(length, device=room.device)
-        document = (torch.searchsorted(room, token, right=True) - 1).clamp(0, last)
-        tokens = torch.where(token < room[-1], token + before[document], -1)
-        document = (torch.searchsorted(room, first, right=True) - 1).clamp(0, last)
-        number = torch.arange(layout.num_entries, device=room.device) - own[document]
-        entries = torch.where(live, room[document + 1] + before[document] + number, -1)
-        return cls(layout, tokens[None], entries[None], length + length // layout.ratio, True)
+        owner = _document_of(token, room)
+        tokens = torch.where(token < room[-1], token + before[owner], -1)
+        entries = torch.where(live, room[document + 1] + row, -1)
+        return cls(layout, tokens[None], entries, length + length // layout.ratio, True)
 
     def flatten(self, x: Tensor) -> Tensor:
         """Per-token rows in the kernel's order: [B, T, ..] -> [N, ..]."""
@@ -166,6 +153,31 @@ class Addresses:
         window = torch.where(seen, _look_up(self.tokens, torch.where(seen, token, 0)), -1)
         flat = self.flatten(torch.cat([entries, window], -1)).to(torch.int32)
         return torch.nn.functional.pad(flat, (0, -flat.shape[1] % multiple), value=-1)
+
+
+def packed_entry_offsets(layout: Layout, cu_seqlens: Tensor) -> Tensor:
+    """[n + 1] int64: where each document's entries begin in a packed row of the layout; B = 1.
+
+    Args: as in `Addresses.thd`.
+    """
+    _check_offsets(layout, cu_seqlens)
+    token = layout.entry_token[0].long()
+    first = torch.where(token >= 0, token, layout.positions.shape[1])  # ascending: spare capacity comes last
+    return torch.searchsorted(first, cu_seqlens.long())
+
+
+def packed_entries(layout: Layout, cu_seqlens: Tensor, *, cu_entries: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(row [1, E], document [1, E]) int64: where a host that packs its entries by document keeps each entry of the layout.
+
+    Rows of spare capacity are -1. Args and Raises: as in `Addresses.thd`.
+    """
+    own = packed_entry_offsets(layout, cu_seqlens)
+    if cu_entries is None:
+        cu_entries = own
+    checks.tensor("cu_entries", cu_entries, "of the shape of cu_seqlens", tuple(cu_seqlens.shape), kind="index")
+    document = _document_of(layout.entry_token.long().clamp(min=0), cu_seqlens.long())
+    number = torch.arange(layout.num_entries, device=own.device) - own[document]
+    return torch.where(layout.entry_token >= 0, cu_entries.long()[document] + number, -1), document
 
 
 def compact(indices: Tensor) -> tuple[Tensor, Tensor]:
@@ -240,6 +252,20 @@ def _sizes(layout: Layout) -> tuple[int, int, Tensor]:
     """Rows, kv rows of each, and the row numbers [B, 1]."""
     rows, tokens = layout.positions.shape
     return rows, tokens + layout.kv_offset, torch.arange(rows, device=layout.positions.device)[:, None]
+
+
+def _check_offsets(layout: Layout, cu_seqlens: Tensor) -> None:
+    rows = layout.positions.shape[0]
+    if rows != 1 or layout.kv_offset:
+        raise ValueError(f"thd is for one packed row without a halo; got {rows} rows, kv_offset {layout.kv_offset}. Use sbhd")
+    checks.tensor("cu_seqlens", cu_seqlens, "[documents + 1]", (None,), kind="index")
+    if cu_seqlens.shape[0] < 2:
+        raise ValueError("cu_seqlens must hold at least one document: two offsets")
+
+
+def _document_of(token: Tensor, room: Tensor) -> Tensor:
+    """The document in whose room a token lies; tokens behind all rooms count to the last."""
+    return (torch.searchsorted(room, token, right=True) - 1).clamp(0, room.shape[0] - 2)
 
 
 def _live(entries: Tensor, layout: Layout) -> Tensor:

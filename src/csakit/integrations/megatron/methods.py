@@ -1,0 +1,122 @@
+"""The methods and the function that take the place of Megatron's. Their parameters are Megatron's: `handle` compares them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .layer import Inputs, forward, sbhd_inputs, thd_inputs
+
+AttentionMethod = Callable[..., Any]
+
+
+def replacements(logger: Any, denominator: str) -> dict[str, Callable[[AttentionMethod], AttentionMethod]]:
+    """Name of a method of CompressedSparseAttention -> what makes its successor from it."""
+
+    def run(layer: Any, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
+        out, loss = forward(layer, inputs, denominator)
+        if loss is not None and (layer.config.dsa_indexer_loss_coeff or 0.0) > 0:
+            layers = layer.config.num_layers + (layer.config.mtp_num_layers or 0)
+            logger.save_loss_to_tracker(loss=loss, layer_number=layer.layer_number, num_layers=layers)
+        return out.transpose(0, 1), loss
+
+    def selects(layer: Any, entries: int) -> bool:
+        return layer.indexer is not None and layer.compress_ratio > 1 and entries > 0
+
+    def unfused(stock: AttentionMethod) -> AttentionMethod:
+        @functools.wraps(stock)
+        def method(self, query, x, qr, kv_full, compressed_kv, n_compressed, offset, window_idxs, packed_seq_params):
+            if not selects(self, n_compressed):
+                return stock(self, query, x, qr, kv_full, compressed_kv, n_compressed, offset, window_idxs, packed_seq_params)
+            return run(self, sbhd_inputs(self, query, x, qr, kv_full, offset, packed_seq_params))
+
+        return method
+
+    def unfused_thd(stock: AttentionMethod) -> AttentionMethod:
+        @functools.wraps(stock)
+        def method(
+            self, query, x, qr, kv_full_thd, compressed_kv, n_compressed_total, np_, total_q, cu_seqlens_q, cu_seqlens_kv,
+            cu_seqlens_kv_full, cu_seqlens_compressed, window_idxs, max_seqlen_q, max_seqlen_compressed_idx, packed_seq_params,
+        ):  # fmt: skip
+            if not selects(self, n_compressed_total):
+                return stock(
+                    self, query, x, qr, kv_full_thd, compressed_kv, n_compressed_total, np_, total_q, cu_seqlens_q, cu_seqlens_kv,
+                    cu_seqlens_kv_full, cu_seqlens_compressed, window_idxs, max_seqlen_q, max_seqlen_compressed_idx, packed_seq_params,
+                )  # fmt: skip
+            return run(self, thd_inputs(self, query, x, qr, kv_full_thd, cu_seqlens_q, cu_seqlens_kv_full, packed_seq_params))
+
+        return method
+
+    def fused_training(stock: AttentionMethod) -> AttentionMethod:
+        @functools.wraps(stock)
+        def method(self, query, x, qr, kv_full, n_compressed, offset, window_idxs, packed_seq_params):
+            return run(self, sbhd_inputs(self, query, x, qr, kv_full, offset, packed_seq_params))
+
+        return method
+
+    def fused_training_thd(stock: AttentionMethod) -> AttentionMethod:
+        @functools.wraps(stock)
+        def method(
+            self, query, x, qr, packed_seq_params, total_q, np_, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_kv_full, max_seqlen_q,
+            max_seqlen_compressed_idx, compressed_kv, kv_full_thd, window_idxs,
+        ):  # fmt: skip
+            return run(self, thd_inputs(self, query, x, qr, kv_full_thd, cu_seqlens_q, cu_seqlens_kv_full, packed_seq_params))
+
+        return method
+
+    def context_parallel(stock: AttentionMethod) -> AttentionMethod:
+        @functools.wraps(stock)
+        def method(self, query, key, x, qr, boundary_hidden, boundary_kv, packed_seq_params):
+            if self.indexer is not None and self.training and torch.is_grad_enabled():
+                raise RuntimeError(
+                    "csakit does not serve Megatron's context-parallel CSA path; train with context_parallel_size 1, "
+                    "or handle.remove() to go back to Megatron's own teacher"
+                )
+            return stock(self, query, key, x, qr, boundary_hidden, boundary_kv, packed_seq_params)
+
+        return method
+
+    return {
+        "_forward_unfused_csa": unfused,
+        "_forward_unfused_csa_thd": unfused_thd,
+        "_forward_fused_indexer_training": fused_training,
+        "_forward_fused_indexer_training_thd": fused_training_thd,
+        "_forward_thd_cp": context_parallel,
+    }
+
+
+def parameters(function: Callable[..., Any]) -> list[str]:
+    """The names of a function's own parameters (functools.wraps makes inspect show the wrapped one's)."""
+    return list(inspect.signature(function, follow_wrapped=False).parameters)
+
+
+def with_loss_scale(stock: Callable[..., Any], scaler: Any, on_step: Callable[[bool], None]) -> Callable[..., Any]:
+    """Megatron's forward_step_calc_loss, after which the scale of the indexer's loss is set even where Megatron does not set it.
+
+    The scale is that of the main loss: grad_scale_func(1), and without per-token loss divided by the micro-batches (times the
+    context-parallel size). A Megatron that sets it for this attention variant keeps its own value.
+    """
+    signature = inspect.signature(stock)
+
+    @functools.wraps(stock)
+    def forward_step_calc_loss(*args: Any, **kwargs: Any) -> Any:
+        scaler.main_loss_backward_scale = None
+        result = stock(*args, **kwargs)
+        missing = scaler.main_loss_backward_scale is None
+        if missing:
+            call = signature.bind(*args, **kwargs)
+            call.apply_defaults()
+            config, one = call.arguments["config"], torch.ones(1, device=result[0].device)
+            scale = one if config.grad_scale_func is None else torch.as_tensor(config.grad_scale_func(one), device=one.device)
+            if not config.calculate_per_token_loss:
+                scale = scale * (call.arguments["cp_group_size"] or 1) / call.arguments["num_microbatches"]
+            scaler.set_loss_scale(scale)
+        on_step(missing)
+        return result
+
+    return forward_step_calc_loss

@@ -1,0 +1,122 @@
+"""A small CSA layer of a real Megatron-LM checkout on the CPU, random inputs, and what the layer should give, in float64."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import csakit
+from csakit import Layout
+
+HEADS, WIDTH, ROPE, HIDDEN, LATENT, WINDOW, RATIO, TOPK = 3, 8, 4, 12, 10, 5, 4, 3
+COEFFICIENT = 0.7
+
+
+class Plain(nn.Linear):
+    """A linear layer with Megatron's arguments and its pair of results."""
+
+    def __init__(self, inputs: int, outputs: int, **_: Any) -> None:
+        super().__init__(inputs, outputs, bias=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return super().forward(x), None
+
+
+class Norm(nn.RMSNorm):
+    def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
+        super().__init__(hidden_size, eps)
+
+
+class Data(NamedTuple):
+    """Inputs of a layer for rows of T tokens, SBHD."""
+
+    query: Tensor  # [T, B, H, D]
+    key: Tensor  # [T, B, 1, D]
+    x: Tensor  # [T, B, hidden]
+    qr: Tensor  # [T, B, latent]
+
+
+def make_layer(csa: Any, monkeypatch: Any, **settings: Any) -> Any:
+    """A CSA layer in float64 and training mode."""
+    from megatron.core.models.common.embeddings import RotaryEmbedding
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    # the Hadamard rotation needs a CUDA package; it turns index queries and keys alike, so no score depends on it
+    monkeypatch.setattr(csa, "rotate_activation", lambda x: x)
+    monkeypatch.setattr(csa.DSAIndexerLossAutoScaler, "main_loss_backward_scale", None)
+    monkeypatch.setattr(csa.DSAIndexerLossLoggingHelper, "tracker", {})
+    group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    config = MLATransformerConfig(num_layers=2, hidden_size=HIDDEN, num_attention_heads=HEADS, use_cpu_initialization=True)
+    chosen = {
+        "csa_window_size": WINDOW, "v_head_dim": WIDTH, "qk_pos_emb_head_dim": ROPE, "q_lora_rank": LATENT, "init_method": nn.init.normal_,
+        "dsa_indexer_n_heads": 2, "dsa_indexer_head_dim": 6, "dsa_indexer_topk": TOPK, "dsa_indexer_loss_coeff": COEFFICIENT,
+        "dsa_indexer_use_sparse_loss": True, "calculate_per_token_loss": False, "attention_backend": "unfused",
+    }  # fmt: skip
+    for name, value in (chosen | settings).items():
+        assert hasattr(config, name), name
+        setattr(config, name, value)
+    compressor = csa.ModuleSpec(csa.Compressor, submodules=csa.CompressorSubmodules(linear_wkv=Plain, linear_wgate=Plain, norm=Norm))
+    indexer = csa.ModuleSpec(
+        csa.CSAIndexer, submodules=csa.CSAIndexerSubmodules(linear_wq_b=Plain, linear_weights_proj=Plain, compressor=compressor)
+    )
+    torch.manual_seed(0)
+    layer = csa.CompressedSparseAttention(
+        config,
+        csa.CompressedSparseAttentionSubmodules(compressor=compressor, indexer=indexer),
+        layer_number=1,
+        attn_mask_type=None,
+        attention_type="self",
+        pg_collection=SimpleNamespace(tp=group, cp=group),
+        rotary_pos_emb=RotaryEmbedding(ROPE, rotary_percent=1.0, use_cpu_initialization=True, cp_group=group),
+        compress_ratio=RATIO,
+    )
+    with torch.no_grad():
+        layer.attn_sink.copy_(torch.tensor([0.5, -1.0, 2.0]))
+    return layer.double().train()
+
+
+def make_data(tokens: int, rows: int, seed: int = 1) -> Data:
+    random = torch.Generator().manual_seed(seed)
+    shapes = ((tokens, rows, HEADS, WIDTH), (tokens, rows, 1, WIDTH), (tokens, rows, HIDDEN), (tokens, rows, LATENT))
+    query, *rest = (torch.randn(*shape, generator=random, dtype=torch.float64) for shape in shapes)
+    return Data(*(x.requires_grad_() for x in (3 * query, *rest)))
+
+
+def run(layer: Any, data: Data, packed: Any = None) -> Tensor:
+    """The layer's own forward; with PackedSeqParams the queries come as [T, H, D]."""
+    query = data.query if packed is None else data.query.squeeze(1)
+    return layer(query, data.key, data.key, None, x=data.x, qr=data.qr, packed_seq_params=packed)
+
+
+def expected(layer: Any, data: Data, sparse: bool = True, denominator: str = "attended") -> tuple[Tensor, Tensor]:
+    """(out [T, B, H * D], the sum of KL over tokens) of rows that are one document each, by the dense reference."""
+    tokens, rows = data.query.shape[:2]
+    kv_full, entries, _ = layer._build_kv_full(data.key.squeeze(2), data.x)
+    if entries is None:  # too short: window only
+        layout, kv = Layout.batch(rows, tokens, ratio=RATIO, window=WINDOW), kv_full.transpose(0, 1)
+        seen = csakit.attend(data.query.transpose(0, 1), kv, None, layout, sink=layer.attn_sink, scale=layer.softmax_scale)
+        return seen.out.flatten(2).transpose(0, 1), kv.new_zeros(())
+    index_q, index_k, weights = (x.transpose(0, 1) for x in layer.indexer.forward_before_topk(data.x.detach(), data.qr.detach()))
+    layout = Layout.batch(rows, tokens, ratio=RATIO, window=WINDOW)
+    q, kv, entries = data.query.transpose(0, 1), kv_full[:tokens].transpose(0, 1), entries.transpose(0, 1)
+    options = {"sink": layer.attn_sink, "scale": layer.softmax_scale}
+    with csakit.backend("reference"):
+        picked = csakit.select(index_q, index_k, weights, TOPK, layout, scale=layer.indexer.softmax_scale)
+        seen = csakit.attend(q, kv, entries, layout, indices=picked.indices, **options)
+        visible = csakit.attend(q, kv, entries, layout, **options).lse
+        scores = picked.scores if sparse else csakit.index_scores(index_q, index_k, weights, layout, scale=layer.indexer.softmax_scale)
+        lse = seen.lse if sparse and denominator == "attended" else visible
+        mass = csakit.teacher_log_mass(q, entries, lse, layout, indices=picked.indices if sparse else None, scale=layer.softmax_scale)
+        loss = csakit.distill(scores, mass, layout, divisor=1.0).loss
+    return seen.out.flatten(2).transpose(0, 1), loss
+
+
+def gradients(total: Tensor, layer: Any, data: Data) -> dict[str, Tensor]:
+    names = dict(layer.named_parameters()) | data._asdict()
+    found = torch.autograd.grad(total, list(names.values()), allow_unused=True, retain_graph=True)
+    return {name: torch.zeros_like(x) if g is None else g for (name, x), g in zip(names.items(), found)}
