@@ -111,6 +111,9 @@ def expected(layer: Any, data: Data, sparse: bool = True, denominator: str = "at
         visible = csakit.attend(q, kv, entries, layout, **options).lse
         scores = picked.scores if sparse else csakit.index_scores(index_q, index_k, weights, layout, scale=layer.indexer.softmax_scale)
         lse = seen.lse if sparse and denominator == "attended" else visible
+        if denominator == "entries":  # the mistake: neither window nor sink
+            bare = Layout.batch(rows, tokens, ratio=RATIO, window=0)
+            lse = csakit.attend(q, None, entries, bare, indices=picked.indices if sparse else None, scale=layer.softmax_scale).lse
         mass = csakit.teacher_log_mass(q, entries, lse, layout, indices=picked.indices if sparse else None, scale=layer.softmax_scale)
         loss = csakit.distill(scores, mass, layout, divisor=1.0).loss
     return seen.out.flatten(2).transpose(0, 1), loss

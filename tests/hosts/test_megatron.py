@@ -114,6 +114,25 @@ def test_the_window_and_the_sink_move_the_loss(megatron, handle, monkeypatch) ->
     assert abs(loss() - before) > 1e-3
 
 
+@pytest.mark.parametrize("sparse", [True, False], ids=["sparse", "dense"])
+def test_without_csakit_the_loss_is_the_same_or_that_of_a_teacher_that_sees_entries_only(megatron, monkeypatch, sparse) -> None:
+    """The first in the dev branch since its correction, the second at the commit of the report."""
+    layer = make_layer(megatron, monkeypatch, dsa_indexer_use_sparse_loss=sparse, dsa_indexer_n_heads=8)  # so many that scores do not tie
+    data = make_data(22, 2)
+
+    def loss(data: Data) -> float:
+        megatron.DSAIndexerLossLoggingHelper.tracker.clear()
+        run(layer, data)
+        return tracked(megatron)
+
+    host, moved = loss(data), loss(data._replace(key=2 * data.key))
+    if moved == host:
+        want = expected(layer, data, sparse, denominator="entries")[1]
+    else:
+        want = expected(layer, data, sparse)[1]
+    assert abs(host - COEFFICIENT * want.item() / 44) < 1e-6
+
+
 @pytest.mark.parametrize("coefficient", [None, 0, 0.0])
 @pytest.mark.parametrize("packed", [False, True], ids=["sbhd", "thd"])
 def test_without_a_coefficient_there_is_no_loss_and_the_indexer_gets_zero_gradients(
