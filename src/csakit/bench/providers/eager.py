@@ -71,10 +71,15 @@ def _attention(problem: Problem) -> Callable[[], Results]:
 
 
 def _scores(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
-    """[T, N] fp32 from q [T, I, C], k [N, C] or [T, N, C], weights [T, I]."""
+    """[T, N] in fp32 from q [T, I, C], k [N, C] or [T, N, C], weights [T, I]."""
     heads, width = q.shape[1:]
-    dots = torch.relu(q.float() @ k.float().transpose(-1, -2))
-    return (width**-0.5 * heads**-0.5) * (weights.float()[..., None] * dots).sum(1)
+    dots = torch.relu(_wide(q) @ _wide(k).transpose(-1, -2))
+    return (width**-0.5 * heads**-0.5) * (_wide(weights)[..., None] * dots).sum(1)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """x in the precision of scores: fp32, and fp64 for fp64."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _hidden(problem: Problem) -> Tensor:
@@ -123,7 +128,7 @@ def _dense(problem: Problem) -> Callable[[], Results]:
 
     def run() -> Results:
         with torch.no_grad():
-            logits = (x["q"][0] * x["q"].shape[3] ** -0.5).float() @ x["entries"][0].float().T  # [T, H, E]
+            logits = _wide(x["q"][0] * x["q"].shape[3] ** -0.5) @ _wide(x["entries"][0]).T  # [T, H, E]
             log_mass = (logits - x["lse"][0][..., None]).logsumexp(1)
         loss = _loss(_scores(x["q_index"][0], x["k_index"][0], x["weights"][0]), log_mass, hidden, x["weight"][0], problem.divisor)
         return {"loss": loss, **problem.gradients(loss, None, x)}
