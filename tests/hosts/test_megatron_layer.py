@@ -89,7 +89,7 @@ def test_the_loss_is_coefficient_times_kl_over_real_tokens_or_their_sum(sparse: 
             want = csakit.distill(picked.scores, seen.log_mass, layout)
         else:
             want = csakit.distill_dense(*index, inputs.q, inputs.entries, visible, layout, index_scale=0.4, scale=0.3)
-    assert_close(out, seen.out.flatten(2))
+    assert_close(out, seen.out.flatten(2).transpose(0, 1))
     assert loss is not None
     assert_close(loss, COEFFICIENT * (want.loss * 20 if per_token else want.loss))
 
@@ -178,7 +178,7 @@ def test_a_host_that_sets_the_loss_scale_keeps_its_own() -> None:
 def test_the_known_parameters_of_each_method_are_written_down_in_one_place() -> None:
     def stock(*_: object) -> None: ...
 
-    known = {name: parameters(make(stock)) for name, make in replacements(None, "attended").items()}
+    known = {name: parameters(make(stock)) for name, make in replacements(None, "csakit", "attended").items()}
     assert known["_forward_unfused_csa"] == [
         "self", "query", "x", "qr", "kv_full", "compressed_kv", "n_compressed", "offset", "window_idxs", "packed_seq_params",
     ]  # fmt: skip
@@ -193,3 +193,5 @@ def test_without_a_megatron_that_has_csa_the_error_says_what_is_needed(monkeypat
         megatron.install()
     with pytest.raises(ValueError, match="denominator must be 'attended' or 'visible'; got 'full'"):
         megatron.install(denominator="full")
+    with pytest.raises(ValueError, match="attention must be 'csakit' or 'megatron'; got 'host'"):
+        megatron.install(attention="host")

@@ -10,13 +10,28 @@ from typing import Any, NamedTuple
 from .methods import parameters, replacements, with_loss_scale
 
 _VARIANTS = "megatron.core.transformer.experimental_attention_variant"
-_ACTIONS = {
-    "_forward_unfused_csa": "csakit's selection, attention, teacher and indexer loss",
-    "_forward_unfused_csa_thd": "csakit's selection, attention, teacher and indexer loss, for packed rows",
-    "_forward_fused_indexer_training": "the same, in place of the fused kernels in training",
-    "_forward_fused_indexer_training_thd": "the same for packed rows, in place of the fused kernels in training",
-    "_forward_thd_cp": "refuses to train: csakit does not serve this path",
+_PLACES = {
+    "_forward_unfused_csa": "unfused, SBHD",
+    "_forward_unfused_csa_thd": "unfused, packed rows",
+    "_forward_fused_indexer_training": "fused training, SBHD",
+    "_forward_fused_indexer_training_thd": "fused training, packed rows",
 }
+_ACTIONS = {
+    "csakit": "csakit's selection, attention, teacher and indexer loss",
+    "megatron": "csakit's teacher and indexer loss beside Megatron's selection and attention",
+}
+_CALLED = {
+    "CSAIndexer.forward_before_topk": ["self", "x", "qr", "packed_seq_params"],
+    "DSAIndexerLossAutoScaler.set_loss_scale": ["scale"],
+    "DSAIndexerLossLoggingHelper.save_loss_to_tracker": ["loss", "layer_number", "num_layers"],
+    "CompressedSparseAttention._forward_fused_indexer_inference": [
+        "self", "query", "x", "qr", "kv_full", "n_compressed", "offset", "window_idxs", "packed_seq_params",
+    ],
+    "CompressedSparseAttention._forward_fused_indexer_inference_thd": [
+        "self", "query", "x", "qr", "kv_full_thd", "packed_seq_params", "total_q", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_kv_full",
+        "window_idxs", "max_seqlen_q", "max_seqlen_compressed_idx", "max_seqlen_kv",
+    ],
+}  # fmt: skip
 
 
 class Site(NamedTuple):
@@ -35,8 +50,7 @@ class Handle:
         scale_cured: whether csakit had to set the scale of the indexer's loss because Megatron did not; None before the first step.
     """
 
-    def __init__(self, denominator: str) -> None:
-        self.denominator = denominator
+    def __init__(self) -> None:
         self.sites: list[Site] = []
         self.scale_cured: bool | None = None
         self._patches: list[tuple[Any, str, Any, Any]] = []
@@ -73,13 +87,15 @@ class Handle:
         setattr(owner, name, ours)
 
 
-def install(*, denominator: str = "attended") -> Handle:
+def install(*, attention: str = "csakit", denominator: str = "attended") -> Handle:
     """csakit inside every CSA layer that has an indexer, now and later built, until the handle is removed.
 
     Layers without an indexer, inference through the fused kernels, projections, compressors, norms and rotations stay Megatron's. The
     loss goes the way of Megatron's own: through its auto-scaler into the layer's output, and to its loss tracker.
 
     Args:
+        attention: whose selection and attention give the layer's output. "csakit"; or "megatron": Megatron's own run, fused or not, and
+            csakit adds teacher and loss over its own selection, which differs from Megatron's at most where index scores tie.
         denominator: of the teacher in the sparse objective: "attended", the layer's own softmax over window, selected entries and sink;
             "visible", that over all visible entries. The dense objective always has the latter.
 
@@ -87,21 +103,22 @@ def install(*, denominator: str = "attended") -> Handle:
         ImportError: no Megatron-LM with CSA can be imported.
         RuntimeError: an installation exists already, or a function that csakit would replace or call has other parameters than those it
             knows; the message names each, and nothing is changed.
-        ValueError: another denominator.
+        ValueError: another word for attention or denominator.
     """
-    if denominator not in ("attended", "visible"):
-        raise ValueError(f"denominator must be 'attended' or 'visible'; got {denominator!r}")
+    for name, value, words in (("attention", attention, tuple(_ACTIONS)), ("denominator", denominator, ("attended", "visible"))):
+        if value not in words:
+            raise ValueError(f"{name} must be {words[0]!r} or {words[1]!r}; got {value!r}")
     csa, schedules = _import()
-    attention, scaler, logger = csa.CompressedSparseAttention, csa.DSAIndexerLossAutoScaler, csa.DSAIndexerLossLoggingHelper
-    handle = Handle(denominator)
-    makers = replacements(logger, denominator)
-    patched = [name for name in makers if hasattr(attention.__dict__.get(name), "__wrapped__")]
+    layer, scaler, handle = csa.CompressedSparseAttention, csa.DSAIndexerLossAutoScaler, Handle()
+    makers = replacements(csa.DSAIndexerLossLoggingHelper, attention, denominator)
+    patched = [name for name in makers if hasattr(layer.__dict__.get(name), "__wrapped__")]
     if patched:
         raise RuntimeError(f"CompressedSparseAttention.{patched[0]} is patched already; if that is an installation of csakit, remove() it")
-    ours = {name: make(attention.__dict__[name]) for name, make in makers.items() if name in attention.__dict__}
+    ours = {name: make(layer.__dict__[name]) for name, make in makers.items() if name in layer.__dict__}
     _refuse_unknown(csa, schedules, ours, set(makers))
     for name, method in ours.items():
-        handle._patch(attention, name, method, _ACTIONS[name])
+        serves = f"{_ACTIONS[attention]} ({_PLACES[name]})" if name in _PLACES else "refuses to train: csakit does not serve this path"
+        handle._patch(layer, name, method, serves)
     scaled = with_loss_scale(schedules.forward_step_calc_loss, scaler, functools.partial(setattr, handle, "scale_cured"))
     handle._patch(schedules, "forward_step_calc_loss", scaled, "sets the scale of the indexer's loss where Megatron does not")
     return handle
@@ -125,12 +142,7 @@ def _refuse_unknown(csa: Any, schedules: Any, ours: dict[str, Any], wanted: set[
         have, known = parameters(attention.__dict__[name]), parameters(method)
         if have != known:
             problems.append(f"CompressedSparseAttention.{name} takes {have}, known is {known}")
-    used = {
-        "CSAIndexer.forward_before_topk": ["self", "x", "qr", "packed_seq_params"],
-        "DSAIndexerLossAutoScaler.set_loss_scale": ["scale"],
-        "DSAIndexerLossLoggingHelper.save_loss_to_tracker": ["loss", "layer_number", "num_layers"],
-    }
-    for path, known in used.items():
+    for path, known in _CALLED.items():
         holder, name = path.split(".")
         function = getattr(getattr(csa, holder), name, None)
         if function is None or not set(known) <= set(parameters(function)):

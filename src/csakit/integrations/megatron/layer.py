@@ -74,8 +74,8 @@ def thd_inputs(
     )
 
 
-def forward(layer: Any, inputs: Inputs, denominator: str) -> tuple[Tensor, Tensor | None]:
-    """(out [B, T, H * D], the loss for Megatron's auto-scaler or None) of one layer.
+def forward(layer: Any, inputs: Inputs, denominator: str, out: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """(out [T, B, H * D], the loss for Megatron's auto-scaler or None) of one layer; the given out, if Megatron has computed it.
 
     In training the loss is coefficient * sum of KL / divisor; the divisor is 1 in per-token mode, where Megatron divides all gradients by
     its global token count, else the number of real tokens. Without a coefficient it is a 0 through which the indexer gets zero gradients:
@@ -84,36 +84,39 @@ def forward(layer: Any, inputs: Inputs, denominator: str) -> tuple[Tensor, Tenso
     layout, q, kv, entries, q_index, k_index, weights = inputs
     config, indexer = layer.config, layer.indexer
     training = layer.training and torch.is_grad_enabled()
-    coefficient = float(getattr(config, "dsa_indexer_loss_coeff", None) or 0.0)
-    sparse = bool(getattr(config, "dsa_indexer_use_sparse_loss", True))
-    attended = sparse and denominator == "attended"
-    sink, scale, index_scale = layer.attn_sink, layer.softmax_scale, indexer.softmax_scale
-    topk = max(1, min(indexer.index_topk, layout.num_entries))
-
-    picked = csakit.select(q_index, k_index, weights, topk, layout, scale=index_scale)
+    coefficient = float(config.dsa_indexer_loss_coeff or 0.0)
     teach = training and coefficient > 0
-    seen = csakit.attend(q, kv, entries, layout, indices=picked.indices, sink=sink, scale=scale, teacher=teach and attended)
-    out = seen.out.flatten(2)
+    attended = config.dsa_indexer_use_sparse_loss and denominator == "attended"
+    options: dict[str, Any] = {"sink": layer.attn_sink, "scale": layer.softmax_scale}
+
+    topk = max(1, min(indexer.index_topk, layout.num_entries))
+    picked = csakit.select(q_index, k_index, weights, topk, layout, scale=indexer.softmax_scale)
+    mass = None
+    if out is None:
+        seen = csakit.attend(q, kv, entries, layout, indices=picked.indices, teacher=teach and attended, **options)
+        out, mass = seen.out.flatten(2).transpose(0, 1), seen.log_mass
     if not training:
         return out, None
     if not teach:
         return out, 0.0 * torch.where(picked.scores == -INF, 0, picked.scores).sum()
-
-    mass, lse = seen.log_mass, seen.lse
-    if not attended:
+    if mass is None:
+        chosen = picked.indices if config.dsa_indexer_use_sparse_loss else None
         with torch.no_grad():
-            lse = csakit.attend(q, kv, entries, layout, sink=sink, scale=scale).lse
+            lse = csakit.attend(q, kv, entries, layout, indices=chosen if attended else None, **options).lse
     group = indexer.pg_collection.tp
-    options: dict[str, Any] = {
+    reduction: dict[str, Any] = {
         "divisor": 1.0 if config.calculate_per_token_loss else None,
         "group": group if group is not None and group.size() > 1 else None,
     }
-    if not sparse:
-        result = csakit.distill_dense(q_index, k_index, weights, q, entries, lse, layout, index_scale=index_scale, scale=scale, **options)
+    if not config.dsa_indexer_use_sparse_loss:
+        result = csakit.distill_dense(
+            q_index, k_index, weights, q, entries, lse, layout,
+            index_scale=indexer.softmax_scale, scale=layer.softmax_scale, **reduction,
+        )  # fmt: skip
     else:
         if mass is None:
-            mass = csakit.teacher_log_mass(q, entries, lse, layout, indices=picked.indices, scale=scale)
-        result = csakit.distill(picked.scores, mass, layout, **options)
+            mass = csakit.teacher_log_mass(q, entries, lse, layout, indices=chosen, scale=layer.softmax_scale)
+        result = csakit.distill(picked.scores, mass, layout, **reduction)
     return out, coefficient * result.loss
 
 
