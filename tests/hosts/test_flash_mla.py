@@ -82,7 +82,9 @@ def test_output_lse_and_teacher_of_a_fused_kernel_are_those_of_attend(case: Case
     indices, lengths = case.addresses.indices(case.chosen, multiple=16), None
     if compacted:
         indices, lengths = flash_mla.compact(indices)
-        indices = torch.where(indices < 0, 0, indices)  # what lies behind a row's length is not read, whatever it says
+        indices = torch.where(
+            indices < 0, case.addresses.entries.max().int(), indices
+        )  # what lies behind a row's length is not read, whatever it says
     out, greatest, lse = run(case, indices, sink, topk_length=lengths)
     got = flash_mla.read(lse, indices, case.addresses, sink=sink, slots=TOPK, lengths=lengths, max_logits=greatest)
     valid = case.layout.valid[..., None, None]
