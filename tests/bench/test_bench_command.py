@@ -67,6 +67,7 @@ def test_nothing_timed_gives_exit_code_1(capsys):
         (["--providers", "nobody"], "provider must be one of csakit-reference, csakit-cpu"),
         (["--providers", "megatron"], "give its path with --megatron"),
         (["--megatron", "/nowhere"], "must be the root of a Megatron-LM checkout"),
+        (["--against", "nobody"], "--against must be one of the providers measured, csakit-cpu"),
         (["--repeats", "0"], "repeats must be at least 1"),
         (["--threads", "0"], "threads must be at least 1"),
         (["--device", "meta"], "device must be cpu or a CUDA device"),

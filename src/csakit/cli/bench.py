@@ -63,7 +63,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--operations", metavar="NAMES", help="comma-separated: only these operations")
     parser.add_argument("--providers", metavar="NAMES", help="comma-separated (default: every csakit backend, eager, transformers)")
     parser.add_argument("--megatron", metavar="PATH", help="root of a Megatron-LM checkout, to measure its functions too")
-    parser.add_argument("--against", default="eager", metavar="NAME", help="the provider that speedups are relative to (default: eager)")
+    parser.add_argument("--against", metavar="NAME", help="the provider that speedups are relative to (default: eager)")
     parser.add_argument("--selection", choices=shapes.SELECTIONS, help="only this kind of selection")
     parser.add_argument("--dtype", choices=shapes.DTYPES, help="of the inputs (default: the suite's)")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="leave longer shapes out")
@@ -121,6 +121,8 @@ def _measure(args: argparse.Namespace) -> list[Row]:
     cases = _cases(args)
     sys.path.insert(0, os.getcwd())  # module:attribute means the caller's modules, as with `python -m`
     names = args.providers.split(",") if args.providers else providers.names(megatron=args.megatron is not None)
+    if args.against and args.against not in names:
+        raise UsageError(f"--against must be one of the providers measured, {', '.join(names)}; got {args.against!r}")
     memory = args.memory if args.memory is not None else args.shape is not None or shapes.SUITES[suite].memory
     options = _options(args, memory)
     tell = None if args.json else lambda line: print(line, file=sys.stderr, flush=True)
@@ -138,7 +140,7 @@ def _options(args: argparse.Namespace, memory: bool) -> Options:
         repeats=args.repeats,
         device=args.device,
         threads=args.threads,
-        baseline=args.against,
+        baseline=args.against or "eager",
         most_gib=args.most_gib,
         memory=memory,
         megatron=args.megatron,
