@@ -1,7 +1,10 @@
 """Which backend runs, and why.
 
 reference   the specification as dense torch: any device, any dtype; holds T x E scores per head.
-cpu         chunks of queries on CPU tensors: bounded memory, the default there.
+cpu         CPU tensors in bounded memory, the default there: native kernels for float32 and bfloat16 where they can be built, else torch.
+cpu-torch   the same in torch alone: chunks of queries.
+cpu-native  the same with the native kernels or an error. They cover attend, select, index_scores and their gradients; log_mass and the
+            dense objective have no kernel and run in torch.
 """
 
 from __future__ import annotations
@@ -13,7 +16,8 @@ import torch
 
 from .. import checks
 
-NAMES = ("reference", "cpu")
+NAMES = ("reference", "cpu", "cpu-torch", "cpu-native")
+_MODULES = {"cpu-torch": "cpu.chunked", "cpu-native": "cpu.native"}
 
 _forced: tuple[str, int] | None = None
 
@@ -22,8 +26,8 @@ class backend:
     """Forces a backend inside `with csakit.backend(name): ...`; an explicit choice runs or raises why it cannot.
 
     Args:
-        name: "reference" or "cpu".
-        tile: queries per chunk of the cpu backend (tests, tuning); results differ by rounding only.
+        name: "reference", "cpu", "cpu-torch" or "cpu-native".
+        tile: queries per chunk (tests, tuning); results differ by rounding only. With "cpu" it asks for the chunks of "cpu-torch".
 
     Raises:
         ValueError: an unknown name, or a tile for a backend that has none.
@@ -34,8 +38,8 @@ class backend:
             raise ValueError(f"backend must be one of {', '.join(NAMES)}; got {name!r}")
         if tile is not None:
             checks.whole("tile", tile, at_least=1)
-            if name == "reference":
-                raise ValueError("tile is for backends that work in chunks; the reference has none")
+            if name not in ("cpu", "cpu-torch"):
+                raise ValueError(f"tile is for backends that work in chunks; {'the reference' if name == 'reference' else name} has none")
         self._choice = (name, tile or 0)
 
     def __enter__(self) -> backend:
@@ -57,11 +61,13 @@ def choose(device: torch.device) -> tuple[str, int]:
     """
     if _forced is None:
         return ("cpu" if device.type == "cpu" else "reference"), 0
-    if _forced[0] == "cpu" and device.type != "cpu":
-        raise RuntimeError(f"backend 'cpu' was asked for, but the tensors are on {device}. Move them, or leave the choice to csakit")
+    if _forced[0] != "reference" and device.type != "cpu":
+        raise RuntimeError(
+            f"backend {_forced[0]!r} was asked for, but the tensors are on {device}. Move them, or leave the choice to csakit"
+        )
     return _forced
 
 
 def load(name: str) -> ModuleType:
     """The module of a backend."""
-    return importlib.import_module(f"{__name__}.{name}")
+    return importlib.import_module(f"{__name__}.{_MODULES.get(name, name)}")

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-COMMANDS = ("train", "audit", "bench", "report", "env")
+COMMANDS = ("train", "audit", "bench", "report", "build", "env")
 
 
 class UsageError(Exception):

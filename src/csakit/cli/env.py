@@ -53,7 +53,7 @@ def collect() -> dict[str, dict[str, Any]]:
             "rocm": torch.version.hip,
             "accelerators": ", ".join(accelerators) or None,
         },
-        "csakit": {"backends": ", ".join(csakit.backends.NAMES)},
+        "csakit": {"backends": ", ".join(csakit.backends.NAMES), "native kernels": csakit.backends.load("cpu-native").build.state()},
         "compilers": {name: _compiler(name) for name in COMPILERS},
     }
 

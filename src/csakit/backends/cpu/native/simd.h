@@ -1,0 +1,112 @@
+// Vectors of floats, and the few functions on them that the kernels need. AVX2 has 16 registers of 8 floats, AVX512 32 of 16.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+namespace csakit {
+
+#ifdef __AVX512F__
+constexpr long LANES = 16, TILE_ROWS = 12;
+#else
+constexpr long LANES = 8, TILE_ROWS = 6;
+#endif
+constexpr long PANEL = 2 * LANES;  // columns of a register tile: TILE_ROWS x 2 accumulators leave room for operands
+constexpr float INF = std::numeric_limits<float>::infinity();
+
+typedef float Vec __attribute__((vector_size(LANES * 4)));
+typedef int32_t IntVec __attribute__((vector_size(LANES * 4)));
+typedef float MemoryVec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));  // anywhere in memory
+
+inline Vec load(const float* p) { return *reinterpret_cast<const MemoryVec*>(p); }
+inline void store(float* p, Vec x) { *reinterpret_cast<MemoryVec*>(p) = x; }
+inline Vec every(float x) { return x - Vec{}; }
+inline Vec greater(Vec x, Vec y) { return x > y ? x : y; }  // y where x is NaN
+inline float sum(Vec x) {
+    float total = 0;
+    for (long i = 0; i < LANES; ++i) total += x[i];
+    return total;
+}
+inline long padded(long n) { return (n + LANES - 1) / LANES * LANES; }
+
+// e^x within 2 units in the last place; 0 below -87 (where the true value is denormal), NaN for NaN.
+inline Vec exponential(Vec x) {
+    const float shift = 12582912.f;  // 1.5 * 2^23: adding it rounds to a whole number and leaves that in the low bits
+    const Vec low = every(-87.f), high = every(88.f);
+    const Vec y = x < low ? low : (x > high ? high : x);  // comparisons with NaN are false: NaN stays
+    const Vec rounded = y * 1.44269504f + shift, n = rounded - shift;
+    const Vec r = y - n * 0.693359375f + n * 2.12194440e-4f;
+    Vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + r + 1.f;
+    const IntVec power = (reinterpret_cast<IntVec>(rounded) << 23) + 0x3f800000;  // the shift's own bits leave at the top
+    const Vec result = p * reinterpret_cast<Vec>(power);
+    return x < low ? Vec{} : result;
+}
+
+// ln x of positive, normal x, within 2 units in the last place.
+inline Vec logarithm(Vec x) {
+    const IntVec bits = reinterpret_cast<IntVec>(x);
+    IntVec exponent = (bits >> 23) - 126;
+    Vec m = reinterpret_cast<Vec>((bits & 0x007fffff) | 0x3f000000);  // 0.5 .. 1
+    const IntVec small = m < 0.707106781f;
+    exponent += small;  // true is -1
+    m = (small ? m + m : m) - 1.f;
+    const Vec e = __builtin_convertvector(exponent, Vec), z = m * m;
+    Vec p = m * 7.0376836292e-2f - 1.1514610310e-1f;
+    p = p * m + 1.1676998740e-1f;
+    p = p * m - 1.2420140846e-1f;
+    p = p * m + 1.4249322787e-1f;
+    p = p * m - 1.6668057665e-1f;
+    p = p * m + 2.0000714765e-1f;
+    p = p * m - 2.4999993993e-1f;
+    p = p * m + 3.3333331174e-1f;
+    return m + (p * m * z + e * -2.12194440e-4f - z * 0.5f) + e * 0.693359375f;
+}
+
+inline float to_float(uint16_t bfloat) {
+    const uint32_t bits = uint32_t(bfloat) << 16;
+    float x;
+    std::memcpy(&x, &bits, 4);
+    return x;
+}
+
+inline uint16_t to_bfloat(float x) {  // to nearest, ties to even
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    if (x != x) return 0x7fc0;
+    return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+inline void widen(float* to, const uint16_t* from, long n) {
+    long i = 0;
+    for (; i + 8 <= n; i += 8) {
+        const __m256i x = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i)));
+        _mm256_storeu_ps(to + i, _mm256_castsi256_ps(_mm256_slli_epi32(x, 16)));
+    }
+    for (; i < n; ++i) to[i] = to_float(from[i]);
+}
+
+// to[column * ld + row] = from[row][column] * factor of an 8 x 8 block
+inline void transpose8(float* to, long ld, const float* const* from, long column, float factor) {
+    __m256 r[8], t[8];
+    for (int i = 0; i < 8; ++i) r[i] = _mm256_mul_ps(_mm256_loadu_ps(from[i] + column), _mm256_set1_ps(factor));
+    for (int i = 0; i < 8; i += 2) t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]), t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+    for (int i = 0; i < 8; i += 4) {
+        r[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44), r[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
+        r[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44), r[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
+    }
+    for (int i = 0; i < 4; ++i) {
+        _mm256_storeu_ps(to + i * ld, _mm256_permute2f128_ps(r[i], r[i + 4], 0x20));
+        _mm256_storeu_ps(to + (i + 4) * ld, _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
+    }
+}
+
+}  // namespace csakit
