@@ -203,7 +203,8 @@ def dense_kl_backward(
         part, _ = scorer.part(chunk, None, grads.k)
         heads = scorer.heads(chunk, part)
         direction = kl_rows(scorer.combine(chunk, part, heads), teacher.log_mass(chunk))[1]
-        grads.add(chunk, part, heads, direction * torch.where(ranges.valid[at], d_kl[at], 0)[:, None, None])
+        d_scores = direction * torch.where(ranges.valid[at], d_kl[at], 0)[:, None, None]
+        grads.add(chunk, part, heads, d_scores.to(scorer.dtype))
     return grads.result()
 
 
