@@ -179,6 +179,20 @@ def test_without_csakit_the_loss_is_the_same_or_that_of_a_teacher_that_sees_entr
     assert abs(host - COEFFICIENT * want.item() / 44) < 1e-6
 
 
+def test_the_audit_finds_megatrons_defects_and_none_with_csakit(megatron) -> None:
+    """At the commit of the report: compressed-only. In the dev branch: right on ordinary rows, but the teacher can underflow."""
+    from csakit import audit
+
+    assert audit.run(audit.candidates.load("csakit.audit.candidates.megatron:WithCsakit")).passed
+    report = audit.run(audit.candidates.load("csakit.audit.candidates.megatron:Megatron"))
+    found = {verdict.probe: verdict.measured for verdict in report.verdicts}
+    if "window" in report.failed:
+        assert found["window"] == found["sink"] == 0 and "sparse-loss" in report.failed
+        assert report.fits is not None and "compressed-only" in report.fits
+    else:
+        assert set(report.failed) == {"underflow", "tie-rule"}
+
+
 @pytest.mark.parametrize("coefficient", [None, 0, 0.0])
 @pytest.mark.parametrize("packed", [False, True], ids=["sbhd", "thd"])
 def test_without_a_coefficient_there_is_no_loss_and_the_indexer_gets_zero_gradients(

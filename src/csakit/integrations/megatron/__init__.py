@@ -8,6 +8,6 @@
 What is changed is found by the parameters of the functions, not by a version; a checkout with others is refused as a whole.
 """
 
-from .handle import Handle, Site, install
+from .handle import Handle, Site, import_megatron, install
 
-__all__ = ["Handle", "Site", "install"]
+__all__ = ["Handle", "Site", "import_megatron", "install"]

@@ -108,7 +108,7 @@ def install(*, attention: str = "csakit", denominator: str = "attended") -> Hand
     for name, value, words in (("attention", attention, tuple(_ACTIONS)), ("denominator", denominator, ("attended", "visible"))):
         if value not in words:
             raise ValueError(f"{name} must be {words[0]!r} or {words[1]!r}; got {value!r}")
-    csa, schedules = _import()
+    csa, schedules = import_megatron()
     layer, scaler, handle = csa.CompressedSparseAttention, csa.DSAIndexerLossAutoScaler, Handle()
     makers = replacements(csa.DSAIndexerLossLoggingHelper, attention, denominator)
     patched = [name for name in makers if hasattr(layer.__dict__.get(name), "__wrapped__")]
@@ -124,7 +124,12 @@ def install(*, attention: str = "csakit", denominator: str = "attended") -> Hand
     return handle
 
 
-def _import() -> tuple[Any, Any]:
+def import_megatron() -> tuple[Any, Any]:
+    """Megatron's modules csa and schedules.
+
+    Raises:
+        ImportError: there is no Megatron-LM with compressed sparse attention on the Python path.
+    """
     try:
         return importlib.import_module(f"{_VARIANTS}.csa"), importlib.import_module("megatron.core.pipeline_parallel.schedules")
     except ImportError as error:
