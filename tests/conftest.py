@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, settings
 
-settings.register_profile("csakit", derandomize=True, deadline=None, max_examples=20, suppress_health_check=list(HealthCheck), database=None)
+settings.register_profile(
+    "csakit", derandomize=True, deadline=None, max_examples=20, suppress_health_check=list(HealthCheck), database=None
+)
 settings.load_profile("csakit")
 
 

@@ -75,7 +75,9 @@ def build_layout(spec: dict, *, ratio: int, window: int) -> Layout:
     if spec["kind"] == "packed":
         room = spec.get("cu_seqlens_padded")
         room = None if room is None else torch.tensor(room, dtype=torch.int32)
-        return Layout.packed(torch.tensor(spec["cu_seqlens"], dtype=torch.int32), tokens=spec.get("tokens"), cu_seqlens_padded=room, **options)
+        return Layout.packed(
+            torch.tensor(spec["cu_seqlens"], dtype=torch.int32), tokens=spec.get("tokens"), cu_seqlens_padded=room, **options
+        )
     if spec["kind"] == "mask":
         return Layout.from_mask(torch.tensor(spec["mask"]), **options)
     return Layout.from_document_ids(torch.tensor(spec["ids"]), **options)

@@ -267,7 +267,9 @@ def test_entries_nobody_attends_have_no_influence_even_when_not_finite(poison: f
         x["entries"][:, unused] = value
         x = {name: t.requires_grad_() for name, t in x.items()}
         attention = csakit.attend(*x.values(), layout, indices=indices, teacher=True)
-        runs.append(dict(out=attention.out, lse=attention.lse, log_mass=attention.log_mass) | gradients(attention.out.square().sum(), None, x))
+        runs.append(
+            dict(out=attention.out, lse=attention.lse, log_mass=attention.log_mass) | gradients(attention.out.square().sum(), None, x)
+        )
     assert_close(runs[1], runs[0])
 
 
@@ -336,7 +338,10 @@ def test_an_attached_loss_of_weight_zero_gives_gradients_of_zeros_not_none(weigh
 def test_a_batch_of_padding_has_loss_zero_and_finite_results(objective: str, backend: str) -> None:
     sizes = replace(SPARSE, objective=objective)
     layout = Layout.from_mask(torch.zeros(2, 9, dtype=torch.bool), ratio=2, window=3)
-    inputs = {name: x if name in ("d_out", "weight") or x.shape[:2] != (2, 9) else torch.full_like(x, math.nan) for name, x in random_inputs(2, 9, sizes).items()}
+    inputs = {
+        name: x if name in ("d_out", "weight") or x.shape[:2] != (2, 9) else torch.full_like(x, math.nan)
+        for name, x in random_inputs(2, 9, sizes).items()
+    }
     results = chain(inputs, layout, sizes, divisor=None)
     assert results["loss"] == 0 and results["divisor"] == 0 and not results["kl"].any() and not results["out"].any()
     assert (results["lse"] == -INF).all()
@@ -362,7 +367,9 @@ def test_16_bit_inputs_keep_statistics_scores_selection_and_loss_in_float32(dtyp
     sizes = replace(SPARSE, objective=objective)
     generator = torch.Generator().manual_seed(2)
     layout = whole(sizes)
-    shapes = dict(q_index=(2, 15, 2, 3), k_index=(2, 7, 3), weights=(2, 15, 2), q=(2, 15, 3, 4), kv=(2, 15, 4), entries=(2, 7, 4), sink=(3,))
+    shapes = dict(
+        q_index=(2, 15, 2, 3), k_index=(2, 7, 3), weights=(2, 15, 2), q=(2, 15, 3, 4), kv=(2, 15, 4), entries=(2, 7, 4), sink=(3,)
+    )
     inputs = {name: torch.randint(-64, 65, s, generator=generator).double() / 32 for name, s in shapes.items()}
     exact, low = ({name: x.to(d).requires_grad_() for name, x in inputs.items()} for d in (torch.float64, dtype))
     results = []
@@ -376,7 +383,9 @@ def test_16_bit_inputs_keep_statistics_scores_selection_and_loss_in_float32(dtyp
         else:
             attention = csakit.attend(*memory, layout, sink=x["sink"])
             loss = csakit.distill_dense(*index, x["q"], x["entries"], attention.lse, layout)
-            statistics = dict(scores=csakit.index_scores(*index, layout), log_mass=csakit.teacher_log_mass(x["q"], x["entries"], attention.lse, layout))
+            statistics = dict(
+                scores=csakit.index_scores(*index, layout), log_mass=csakit.teacher_log_mass(x["q"], x["entries"], attention.lse, layout)
+            )
         statistics.update(lse=attention.lse, loss=loss.loss, kl=loss.kl)
         results.append((statistics, dict(out=attention.out, **gradients(loss.loss + attention.out.double().square().sum(), None, x))))
     (want, want16), (got, got16) = results

@@ -208,7 +208,9 @@ def test_a_loss_without_any_candidate_still_reaches_the_indexer_with_zeros(backe
             q, entries = normal(2, tokens, 2, 4), normal(2, tokens // ratio, 4, seed=1)
             if objective == "sparse":
                 selection = csakit.select(q_index, k_index, weights, 2, layout)
-                mass = csakit.teacher_log_mass(q, entries, torch.zeros(2, tokens, 2, dtype=torch.float64), layout, indices=selection.indices)
+                mass = csakit.teacher_log_mass(
+                    q, entries, torch.zeros(2, tokens, 2, dtype=torch.float64), layout, indices=selection.indices
+                )
                 loss = csakit.distill(selection.scores, mass, layout, **rows).loss
             else:
                 lse = torch.zeros(2, tokens, 2, dtype=torch.float64)
@@ -237,7 +239,15 @@ def test_backward_keeps_inputs_and_row_statistics_only(objective: str) -> None:
     """Bytes kept beyond the inputs and the returned tensors: a few per row, nothing per (query, key) pair or gathered key."""
     tokens, ratio, topk = 256, 2, 8
     layout = Layout.batch(1, tokens, ratio=ratio, window=16)
-    x = dict(q=(1, tokens, 2, 32), kv=(1, tokens, 32), entries=(1, 128, 32), sink=(2,), q_index=(1, tokens, 4, 16), k_index=(1, 128, 16), weights=(1, tokens, 4))
+    x = dict(
+        q=(1, tokens, 2, 32),
+        kv=(1, tokens, 32),
+        entries=(1, 128, 32),
+        sink=(2,),
+        q_index=(1, tokens, 4, 16),
+        k_index=(1, 128, 16),
+        weights=(1, tokens, 4),
+    )
     x = {name: normal(*s, dtype=torch.float32).requires_grad_() for name, s in x.items()}
     kept: dict[int, int] = {}
 
@@ -381,7 +391,9 @@ def test_a_recomputation_repeats_its_own_forward_not_a_later_one(reentrant: bool
         attention = csakit.attend(q, kv, kv[:, 1::2], layout, indices=selection.indices, teacher=True)
         return csakit.attach_loss(attention.out, csakit.distill(selection.scores, attention.log_mass, layout).loss)
 
-    batches = [{n: x.requires_grad_() for n, x in random_inputs(1, 16, sizes, seed).items() if n in ("q_index", "q", "kv")} for seed in (1, 2)]
+    batches = [
+        {n: x.requires_grad_() for n, x in random_inputs(1, 16, sizes, seed).items() if n in ("q_index", "q", "kv")} for seed in (1, 2)
+    ]
     plain = [layer(*b.values()) for b in batches]
     want = [gradients(out.square().sum(), None, b) for out, b in zip(plain, batches)]
     first = list(seen)
@@ -427,7 +439,12 @@ def test_relu_comes_before_the_head_sum_and_weights_may_be_negative(backend: str
     layout = Layout.batch(1, 2, ratio=1, window=1)
     k = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])
     q = torch.tensor([[[[0.0, 0.0], [0.0, 0.0]], [[5.0, 2.0], [-4.0, 0.0]]]])
-    for weights, relu, want in (([1.0, 1.0], True, [5, 2]), ([1.0, 1.0], False, [1, 2]), ([-1.0, 2.0], True, [-5, -2]), (None, True, [5, 2])):
+    for weights, relu, want in (
+        ([1.0, 1.0], True, [5, 2]),
+        ([1.0, 1.0], False, [1, 2]),
+        ([-1.0, 2.0], True, [-5, -2]),
+        (None, True, [5, 2]),
+    ):
         w = None if weights is None else torch.tensor(weights).expand(1, 2, 2)
         options = dict(scale=1.0, relu=relu)
         assert csakit.index_scores(q, k, w, layout, **options)[0, 1].tolist() == want
@@ -523,11 +540,15 @@ def test_extreme_rows_have_finite_gradients_equal_to_autograd(kind: str, backend
         x["sink"] += 80
         x["q"] *= 0
     if "300" in kind:
-        x["q"], x["kv"], x["entries"] = (t * 300 if "-" not in kind or n else -300 * t for n, t in enumerate((x["q"], x["kv"].sign(), x["entries"].sign())))
+        x["q"], x["kv"], x["entries"] = (
+            t * 300 if "-" not in kind or n else -300 * t for n, t in enumerate((x["q"], x["kv"].sign(), x["entries"].sign()))
+        )
         x["kv"], x["entries"] = x["kv"] / 300, x["entries"] / 300
     x = {name: t.requires_grad_() for name, t in x.items()}
     out, lse, mass = plain_attention(*x.values(), indices, layout, 1.0)
-    got = csakit.attend(x["q"], x["kv"] if layout.window else None, x["entries"], layout, indices=indices, sink=x["sink"], scale=1.0, teacher=True)
+    got = csakit.attend(
+        x["q"], x["kv"] if layout.window else None, x["entries"], layout, indices=indices, sink=x["sink"], scale=1.0, teacher=True
+    )
     upstream = normal(*out.shape, seed=5)
     assert_close(dict(out=got.out, lse=got.lse, log_mass=got.log_mass), dict(out=out, lse=lse, log_mass=mass))
     found = gradients(got.out, upstream, x)
@@ -652,7 +673,11 @@ def test_repeated_offsets_are_empty_documents(dtype: torch.dtype) -> None:
 
 # 51
 def test_rows_without_tokens_run_through_all_verbs(backend: str) -> None:
-    for layout in (Layout.packed(torch.tensor([0, 0]), ratio=2, window=3), Layout.batch(0, 6, ratio=2, window=3), Layout.batch(2, 0, ratio=2, window=3)):
+    for layout in (
+        Layout.packed(torch.tensor([0, 0]), ratio=2, window=3),
+        Layout.batch(0, 6, ratio=2, window=3),
+        Layout.batch(2, 0, ratio=2, window=3),
+    ):
         for objective in ("sparse", "dense"):
             sizes = Sizes(objective=objective)
             results = chain(random_inputs(*layout.positions.shape, sizes), layout, sizes, divisor=None)
@@ -672,7 +697,9 @@ def test_query_slices_with_explicit_ranges_equal_the_whole(cut: int, backend: st
     for queries in (slice(0, cut), slice(cut, 12)):
         ranges = {f: getattr(whole, f)[:, queries] for f in ("positions", "valid", "window_start", "entry_start", "entry_stop")}
         part = replace(whole, **ranges, kv_offset=queries.start)
-        parts.append(csakit.attend(x["q"][:, queries], x["kv"][:, : queries.stop], x["entries"], part, indices=indices[:, queries], teacher=True))
+        parts.append(
+            csakit.attend(x["q"][:, queries], x["kv"][:, : queries.stop], x["entries"], part, indices=indices[:, queries], teacher=True)
+        )
     for name in ("out", "lse", "log_mass"):
         assert_close(torch.cat([getattr(p, name) for p in parts], 1), getattr(want, name))
     upstream = normal(1, 12, 2, 3, seed=3)

@@ -134,7 +134,12 @@ def test_distill(layout: Layout, sets: int, backend: str) -> None:
 def test_distill_dense(layout: Layout, relu: bool, sets: int, backend: str) -> None:
     rows, tokens = layout.positions.shape
     index = (normal(rows, tokens, 4, 3, seed=0), normal(rows, layout.num_entries, 3, seed=1), normal(rows, tokens, 4, seed=2))
-    q, kv, entries, sink = normal(rows, tokens, 4, 3, seed=3), normal(rows, tokens, 3, seed=4), normal(rows, layout.num_entries, 3, seed=5), normal(4, seed=6)
+    q, kv, entries, sink = (
+        normal(rows, tokens, 4, 3, seed=3),
+        normal(rows, tokens, 3, seed=4),
+        normal(rows, layout.num_entries, 3, seed=5),
+        normal(4, seed=6),
+    )
     lse = csakit.attend(q, kv, entries, layout, sink=sink).lse
     options = dict(relu=relu, sets=sets, weight=normal(rows, tokens, seed=7).abs(), divisor=3.0)
     for inputs in (index, index[:2]):
@@ -206,7 +211,13 @@ def test_a_second_derivative_is_right_or_refused(verb: str, backend: str) -> Non
             return csakit.distill(leaf, mass, layout).loss
         return csakit.distill_dense(leaf, *index[1:], x["q"], entries, torch.zeros(1, 8, 3, dtype=torch.float64), layout).loss
 
-    leaf = dict(compress=x["values"], attend=x["q"], select=x["q_index"], distill=normal(1, 8, 4, seed=4).requires_grad_(), distill_dense=x["q_index"])[verb]
+    leaf = dict(
+        compress=x["values"],
+        attend=x["q"],
+        select=x["q_index"],
+        distill=normal(1, 8, 4, seed=4).requires_grad_(),
+        distill_dense=x["q_index"],
+    )[verb]
     (first,) = torch.autograd.grad(result(leaf).sin().sum(), leaf, create_graph=True)
     leaf.grad = None
     try:

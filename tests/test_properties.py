@@ -134,7 +134,9 @@ def test_layouts_keep_their_promises(problem, seed: int) -> None:
             rows, tokens = layout.positions.shape
             assert (layout.ratio, layout.window, layout.num_entries, layout.kv_offset) == (ratio, sizes.window, tokens // ratio, 0)
             assert layout.valid.dtype is torch.bool and layout.entry_token.shape == (rows, tokens // ratio)
-            assert all(getattr(layout, f).dtype is torch.int32 for f in ("positions", "window_start", "entry_start", "entry_stop", "entry_token"))
+            assert all(
+                getattr(layout, f).dtype is torch.int32 for f in ("positions", "window_start", "entry_start", "entry_stop", "entry_token")
+            )
             want = dict(positions=[[0] * tokens for _ in range(rows)], valid=[[False] * tokens for _ in range(rows)])
             want.update({name: [[0] * tokens for _ in range(rows)] for name in ("entry_start", "entry_stop")})
             want["window_start"] = [[t + 1 for t in range(tokens)] for _ in range(rows)]
@@ -268,7 +270,9 @@ def test_the_tile_changes_nothing_beyond_rounding(problem, seed: int) -> None:
 def test_kv_heads_and_sets_equal_one_run_per_head(shape, window: int, seed: int, tile) -> None:
     """H heads over G KV heads in S sets: head h alone, with KV head h // (H / G) and set h // (H / S), gives the same numbers."""
     heads, kv_heads, sets = shape
-    layout = Layout.from_document_ids(torch.tensor([[0] * 5 + [1] * 9 + [-1], [-1, 2, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 4, 4, 4]]), ratio=2, window=window)
+    layout = Layout.from_document_ids(
+        torch.tensor([[0] * 5 + [1] * 9 + [-1], [-1, 2, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 4, 4, 4]]), ratio=2, window=window
+    )
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -339,7 +343,10 @@ def test_the_order_of_a_selection_and_its_empty_slots_do_not_matter(problem, see
         indices = csakit.select(*index, sizes.topk, layout).indices
         more = torch.cat([indices, torch.full((*indices.shape[:2], holes), -1, dtype=torch.int32)], -1)
         order = torch.randperm(more.shape[-1], generator=torch.Generator().manual_seed(seed))
-        plain, shuffled = (csakit.attend(inputs["q"], kv, entries, layout, indices=i, sink=inputs.get("sink"), teacher=True) for i in (indices, more[..., order]))
+        plain, shuffled = (
+            csakit.attend(inputs["q"], kv, entries, layout, indices=i, sink=inputs.get("sink"), teacher=True)
+            for i in (indices, more[..., order])
+        )
     assert_close(shuffled.out, plain.out)
     padded = torch.nn.functional.pad(plain.log_mass, (0, holes), value=-math.inf)
     assert_close(shuffled.log_mass, padded[..., order])
