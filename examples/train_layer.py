@@ -15,16 +15,10 @@ STEPS = 60
 
 def main() -> tuple[float, float]:
     torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "head_dim": 32,
-        "qk_rope_head_dim": 8,
-        "q_lora_rank": 32,
-        "o_groups": 2,
-        "o_lora_rank": 16,
-    }
-    config = HybridAttentionConfig(**sizes, index_n_heads=16, index_head_dim=16, index_topk=8, sliding_window=16, indexer_loss="dense")
+    config = HybridAttentionConfig(
+        hidden_size=64, num_attention_heads=4, head_dim=32, qk_rope_head_dim=8, q_lora_rank=32, o_groups=2, o_lora_rank=16,
+        index_n_heads=16, index_head_dim=16, index_topk=8, sliding_window=16, indexer_loss="dense",
+    )  # fmt: skip
     layer = CompressedSparseAttention(config).requires_grad_(False)
     layer.indexer.requires_grad_(True)
     hidden = torch.randn(2, 128, config.hidden_size)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .files import Tensors, open_tensors
 from .keys import format_key, parse_key
-from .quantization import FP8, dequantize
+from .quantization import FP8, dequantize, dequantize_into
 
 Source = str | os.PathLike[str] | Mapping[str, Tensor]
 
@@ -57,7 +57,8 @@ def read_attention(
         found = _find(tensors)
         for (layer, name), key in found.keys.items():
             if wanted is None or layer in wanted:
-                yield layer, name, _read(tensors, key, found.scales.get((layer, name)), fp8_dtype)
+                tensor, scale = _read(tensors, key, found.scales.get((layer, name)))
+                yield layer, name, tensor if scale is None else dequantize(tensor, scale, dtype=fp8_dtype)
 
 
 def load_attention(
@@ -94,8 +95,7 @@ def load_attention(
         _check_shapes(tensors, found, parameters)
         for (layer, name), key in found.keys.items():
             if (layer, name) in parameters:
-                tensor = _read(tensors, key, found.scales.get((layer, name)), parameters[layer, name].dtype)
-                _place(modules[layer], name, tensor, device)
+                _fill(_made(modules[layer], name, device), *_read(tensors, key, found.scales.get((layer, name))))
     return report
 
 
@@ -135,17 +135,17 @@ def _check_shapes(tensors: Tensors, found: _Found, parameters: Mapping[tuple[int
         raise ValueError("tensors of other shapes, nothing was loaded: " + "; ".join(wrong))
 
 
-def _read(tensors: Tensors, key: str, scale_key: str | None, fp8_dtype: torch.dtype) -> Tensor:
+def _read(tensors: Tensors, key: str, scale_key: str | None) -> tuple[Tensor, Tensor | None]:
+    """A tensor as it is stored, and its block scales if it is stored in FP8."""
     tensor = tensors.read(key)
     if (tensor.dtype == FP8) != (scale_key is not None):
         what = "FP8 without block scales" if scale_key is None else f"{tensor.dtype}, but the checkpoint has block scales {scale_key}"
         raise ValueError(f"{key} is {what}")
-    return tensor if scale_key is None else dequantize(tensor, tensors.read(scale_key), dtype=fp8_dtype)
+    return tensor, None if scale_key is None else tensors.read(scale_key)
 
 
-@torch.no_grad()
-def _place(module: nn.Module, name: str, tensor: Tensor, device: torch.device | str) -> None:
-    """Copies a tensor into a parameter; one on the meta device is made first."""
+def _made(module: nn.Module, name: str, device: torch.device | str) -> Tensor:
+    """The parameter of this name; one on the meta device is made first."""
     path, _, leaf = name.rpartition(".")
     owner = module.get_submodule(path)
     parameter = getattr(owner, leaf)
@@ -153,7 +153,15 @@ def _place(module: nn.Module, name: str, tensor: Tensor, device: torch.device | 
         made = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
         parameter = nn.Parameter(made, requires_grad=parameter.requires_grad)
         setattr(owner, leaf, parameter)
-    parameter.copy_(tensor)
+    return parameter
+
+
+@torch.no_grad()
+def _fill(parameter: Tensor, tensor: Tensor, scale: Tensor | None) -> None:
+    if scale is None:
+        parameter.copy_(tensor)
+    else:
+        dequantize_into(parameter, tensor, scale)
 
 
 def _spell(layer: int, name: str) -> str:

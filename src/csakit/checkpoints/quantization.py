@@ -28,16 +28,22 @@ def dequantize(weight: Tensor, scale: Tensor, *, dtype: torch.dtype = torch.floa
     """
     if not isinstance(weight, Tensor) or weight.dtype != FP8 or weight.ndim != 2:
         raise TypeError(f"weight must be a float8_e4m3fn tensor [N, K]; got {checks.describe(weight)}")
+    result = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    dequantize_into(result, weight, scale)
+    return result
+
+
+def dequantize_into(result: Tensor, weight: Tensor, scale: Tensor) -> None:
+    """Writes what `dequantize` returns into result [N, K], of any dtype and device: no more than a strip of blocks is held beside it."""
+    assert result.shape == weight.shape and weight.dtype == FP8
     blocks = tuple(-(-size // BLOCK) for size in weight.shape)
     if scale.dtype == torch.uint8:
         scale = scale.view(UE8M0)
     checks.tensor("scale", scale, f"[ceil(N / {BLOCK}), ceil(K / {BLOCK})]", blocks, fix=f"weight is {list(weight.shape)}")
-    wide = scale.float().repeat_interleave(BLOCK, 1)[:, : weight.shape[1]]
-    result = torch.empty(weight.shape, dtype=dtype, device=weight.device)
-    for row, factors in enumerate(wide):  # a strip of blocks at a time: nothing of fp32 size is held beside the result
+    for row, factors in enumerate(scale.float()):
         strip = slice(row * BLOCK, (row + 1) * BLOCK)
-        result[strip] = (weight[strip].float() * factors).to(dtype)
-    return result
+        wide = factors.repeat_interleave(BLOCK)[: weight.shape[1]]
+        result[strip] = (weight[strip].float() * wide).to(result.dtype)
 
 
 def quantize(weight: Tensor, *, scale_dtype: torch.dtype = UE8M0) -> tuple[Tensor, Tensor]:
