@@ -1,7 +1,7 @@
 """The adapter of DeepSeek-V4 (`DeepseekV4ForCausalLM`, transformers 5.24).
 
 The model pools its compressed entries from the start of the row, over padding and across packed documents. Here the same
-projections, norms and rotations run on the documents of the row: `csakit.compress` pools inside documents, and an entry is
+projections, norms and rotations run on the documents of the row: `csakit.nn.functional` pools them inside documents, and an entry is
 rotated at the position the host gives its first token, so that only relative positions matter, whatever they start with.
 """
 
@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-import csakit
+from csakit.nn.functional import AttendInputs, IndexInputs, compressed_entries, index_inputs
 
 from .forwards import Call
-from .protocol import AttendInputs, IndexInputs, LayerSite, Tap
+from .protocol import LayerSite, Tap
 
 
 class DeepseekV4Adapter:
@@ -113,24 +113,35 @@ class DeepseekV4Adapter:
         call = position_ids
         if not isinstance(call, Call):
             return type(module).forward(module, hidden_states, q_residual, call, cache, layer_idx)
-        # the indexer's loss must reach nothing but the indexer, and the model's loss never the indexer
-        return call.run_indexer(lambda: _project(module, hidden_states.detach(), q_residual.detach(), call))
+        return call.run_indexer(lambda: _project(module, hidden_states, q_residual, call))
 
 
 def _project(module: Any, hidden_states: Tensor, q_residual: Tensor, call: Call) -> IndexInputs:
-    rows, tokens, _ = hidden_states.shape
-    q = module.q_b_proj(q_residual).view(rows, tokens, -1, module.head_dim)
-    q = _rotate(module, q, call.position_ids, like=hidden_states, unsqueeze_dim=2)
-    k = _entries(module, hidden_states, call, overlap=True)
-    weights = module.scorer.weights_proj(hidden_states)
-    return IndexInputs(q, k, weights, module.scorer.softmax_scale * module.scorer.weights_scaling)
+    return index_inputs(
+        hidden_states,
+        q_residual,
+        call.position_ids,
+        queries=module.q_b_proj,
+        keys=lambda hidden: _entries(module, hidden, call, overlap=True),
+        gate=module.scorer.weights_proj,
+        rotate=lambda q, positions: _rotate(module, q, positions, like=hidden_states, unsqueeze_dim=2),
+        width=module.head_dim,
+        scale=module.scorer.softmax_scale * module.scorer.weights_scaling,
+    )
 
 
 def _entries(module: Any, hidden_states: Tensor, call: Call, *, overlap: bool) -> Tensor:
     """The compressed entries [B, E, D] of a compressor or an indexer: pooled inside documents, normed, rotated at their first token."""
-    values, gates = module.kv_proj(hidden_states), module.gate_proj(hidden_states)
-    pooled = module.kv_norm(csakit.compress(values, gates, module.position_bias, call.layout, overlap=overlap)).unsqueeze(1)
-    return _rotate(module, pooled, call.layout.to_entries(call.position_ids), like=pooled, unsqueeze_dim=1).squeeze(1)
+    return compressed_entries(
+        module.kv_proj(hidden_states),
+        module.gate_proj(hidden_states),
+        module.position_bias,
+        call.position_ids,
+        call.layout,
+        norm=module.kv_norm,
+        rotate=lambda entries, positions: _rotate(module, entries.unsqueeze(1), positions, like=entries, unsqueeze_dim=1).squeeze(1),
+        overlap=overlap,
+    )
 
 
 def _rotate(module: Any, x: Tensor, position_ids: Tensor, *, like: Tensor, unsqueeze_dim: int) -> Tensor:

@@ -15,9 +15,10 @@ from torch import Tensor
 
 import csakit
 from csakit import Layout
+from csakit.nn.functional import AttendInputs, IndexInputs, Objective, attend_and_distill
 
 from .measurement import Measurement
-from .protocol import AttendInputs, IndexerAdapter, IndexInputs, LayerSite
+from .protocol import IndexerAdapter, LayerSite
 
 
 @dataclass(frozen=True)
@@ -98,40 +99,12 @@ class Call:
 
     def attend(self, inputs: AttendInputs) -> Tensor:
         """The attention output [B, T, H, D], with the indexer's loss attached and measurements taken where asked for."""
-        q, kv, entries, sink, scale = inputs
-        indices = None if self.selection is None else self.selection.indices
-        trains = self.trains_indexer
-        sparse = trains and self.forward.plan.objective == "sparse"
-        own_mass = sparse and self.forward.plan.denominator == "attended"
-        attention = csakit.attend(q, kv, entries, self.layout, indices=indices, sink=sink, scale=scale, teacher=own_mass)
+        plan, trains = self.forward.plan, self.trains_indexer
+        objective = Objective(plan.objective, plan.denominator, divisor=self.forward.divisor) if trains else Objective("off")
+        attention, loss = attend_and_distill(inputs, self.layout, index=self.index, selection=self.selection, objective=objective)
         if self.forward.measurement is not None and self.index is not None:
             self.forward.measurement.record(self, inputs)
-        if not trains:
+        if loss is None:
             return attention.out
-        loss = (self._sparse_loss if sparse else self._dense_loss)(inputs, attention)
         self.forward.losses[self.site.name] = loss.loss.detach()
         return csakit.attach_loss(attention.out, loss.loss, weight=self.forward.weight)
-
-    def _sparse_loss(self, inputs: AttendInputs, attention: csakit.Attention) -> csakit.IndexerLoss:
-        assert self.selection is not None and inputs.entries is not None
-        log_mass = attention.log_mass
-        if log_mass is None:
-            lse, picks = inputs.visible_lse(self.layout), self.selection.indices
-            log_mass = csakit.teacher_log_mass(inputs.q, inputs.entries, lse, self.layout, indices=picks, scale=inputs.scale)
-        return csakit.distill(self.selection.scores, log_mass, self.layout, divisor=self.forward.divisor)
-
-    def _dense_loss(self, inputs: AttendInputs, attention: csakit.Attention) -> csakit.IndexerLoss:
-        assert self.index is not None and inputs.entries is not None
-        index_q, index_k, weights, index_scale = self.index
-        return csakit.distill_dense(
-            index_q,
-            index_k,
-            weights,
-            inputs.q,
-            inputs.entries,
-            attention.lse,
-            self.layout,
-            index_scale=index_scale,
-            scale=inputs.scale,
-            divisor=self.forward.divisor,
-        )

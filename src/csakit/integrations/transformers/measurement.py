@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 import csakit
-
-from .protocol import AttendInputs
+from csakit.nn.functional import AttendInputs
 
 if TYPE_CHECKING:
     from .forwards import Call

@@ -12,11 +12,9 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
-import torch
 from torch import Tensor, nn
 
-import csakit
-from csakit import Layout
+from csakit.nn.functional import AttendInputs
 
 if TYPE_CHECKING:
     from .forwards import Call
@@ -30,30 +28,6 @@ class LayerSite(NamedTuple):
     indexer: Any  # None: nothing to select with
     ratio: int  # tokens per compressed entry
     topk: int  # entries a query may select; 0 without an indexer
-
-
-class IndexInputs(NamedTuple):
-    """What `csakit.select` needs of an indexer."""
-
-    q: Tensor  # [B, T, I, C]
-    k: Tensor  # [B, E, C]
-    weights: Tensor  # [B, T, I]
-    scale: float
-
-
-class AttendInputs(NamedTuple):
-    """What `csakit.attend` needs of a layer."""
-
-    q: Tensor  # [B, T, H, D]
-    kv: Tensor  # [B, T, D]
-    entries: Tensor | None  # [B, E, D]; None: sliding window only
-    sink: Tensor  # [H]
-    scale: float
-
-    def visible_lse(self, layout: Layout) -> Tensor:
-        """The lse [B, T, H] of attention over every visible entry; a constant."""
-        with torch.no_grad():
-            return csakit.attend(self.q, self.kv, self.entries, layout, sink=self.sink, scale=self.scale).lse
 
 
 class Tap(NamedTuple):
