@@ -103,7 +103,8 @@ def test_runs_without_a_name_are_numbered(tmp_path, monkeypatch, capsys):
         (["--stage", "rl"], "stages: expected one of dense, warmup, sparse, got 'rl'"),
         (["--set", "data.sequence_length=64", "--set", "model.index_topk=16"], "the sparse stage would not be sparse"),
         (["--data", "nowhere"], "no such file or folder"),
-        (["--resume", "--out", "nowhere"], "--resume: no run in nowhere"),
+        (["--resume", "--out", "nowhere"], "no run in nowhere ("),
+        (["--resume"], "--resume: no run below runs; name its folder with --out"),
     ],
 )
 def test_a_wrong_call_ends_with_code_2_and_the_reason(tmp_path, monkeypatch, capsys, arguments, message):
@@ -129,6 +130,18 @@ def test_a_resumed_run_does_not_change_its_settings(finished, capsys):
     assert main(["train", "--resume", "--out", str(finished), "--set", "warmup.steps=9"]) == 2
     assert "keeps its settings (warmup.steps is 4, not 9)" in capsys.readouterr().err
     assert main(["train", "--resume", "--out", str(finished), "--set", "warmup.steps=4"]) == 0
+
+
+def test_a_run_does_not_go_on_with_another_text(tmp_path, capsys):
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for path in Path(json.__file__).parent.glob("*.py"):
+        (texts / path.name).write_bytes(path.read_bytes())
+    options = micro_options(**{"stages": ("dense",), "data.path": str(texts)})
+    assert main(["train", "--out", str(tmp_path / "run"), *options]) == 0
+    (texts / "more.py").write_text("print('more')\n" * 10)
+    assert main(["train", "--resume", "--out", str(tmp_path / "run")]) == 2
+    assert "the text is not that with which the run in" in capsys.readouterr().err
 
 
 def test_a_folder_without_a_run_has_no_report(tmp_path, capsys):

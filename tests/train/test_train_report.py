@@ -169,7 +169,7 @@ def test_a_line_cut_off_by_a_kill_is_left_out(tmp_path):
 
 def test_a_step_is_described_with_what_its_stage_has():
     assert describe(step("dense", 1)) == "3.000 bits/byte  50 tokens/s"
-    assert describe(step("warmup", 2)) == "1.500 bits/byte  KL 0.1000  50 tokens/s"
+    assert describe(step("warmup", 2), 0.5) == "1.500 bits/byte  KL 0.1000  captured 50.0%  50 tokens/s"
 
 
 def test_a_mean_over_layers_leaves_out_those_without_the_number():
@@ -189,11 +189,12 @@ def test_on_a_terminal_there_is_a_bar_with_the_numbers(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     stream = Terminal()
     console = Console(stream)
+    console.evaluated(evaluation("warmup", "before"))
     console.start("warmup", 2, 0)
     console.step(step("warmup", 2), 2)
     console.say("a line between")
     console.stop()
-    assert "2/2" in stream.getvalue() and "KL 0.1000" in stream.getvalue() and "a line between" in stream.getvalue()
+    assert "2/2" in stream.getvalue() and "KL 0.1000  captured 60.0%" in stream.getvalue() and "a line between" in stream.getvalue()
 
 
 def test_without_rich_the_bar_names_the_extra(monkeypatch):

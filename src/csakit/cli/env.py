@@ -58,12 +58,6 @@ def collect() -> dict[str, dict[str, Any]]:
     }
 
 
-def versions() -> dict[str, str]:
-    """What a run notes about the machine it ran on."""
-    facts = {"python": platform.python_version()} | {name: version for name in PACKAGES if (version := _version(name))}
-    return facts | {"platform": platform.platform()}
-
-
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)

@@ -11,11 +11,12 @@ from typing import Any
 
 from csakit.cli import CommandError, UsageError
 from csakit.train import config as settings
+from csakit.train import folder as run_folder
 from csakit.train.presets import PRESETS
 
 NAME = "train"
 SUMMARY = "train a small DeepSeek-V4 and its Lightning Indexer on real text: dense, indexer warm-up, sparse"
-RUN_FILE = "run.json"
+RUNS = Path("runs")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +46,6 @@ def run(args: argparse.Namespace) -> int:
     except (ValueError, TypeError) as error:
         raise UsageError(str(error)) from error
     # From here on torch is needed.
-    from csakit.cli.env import versions
     from csakit.report import page, summary
     from csakit.train import checkpoint, corpus, log, loop
 
@@ -54,13 +54,13 @@ def run(args: argparse.Namespace) -> int:
     try:
         documents = corpus.load(config.data)
         console.say(documents.describe())
+        if args.resume:
+            run_folder.check_text(folder, documents)
+        trainer = loop.Trainer(config, documents, folder, console, stop=asked)
         if not args.resume:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / RUN_FILE).write_text(
-                json.dumps({"config": settings.to_dict(config), "environment": versions()}, indent=1), encoding="utf-8"
-            )
+            run_folder.begin(folder, config, documents)
         with asked:
-            loop.Trainer(config, documents, folder, console, stop=asked).run(resume=args.resume)
+            trainer.run(resume=args.resume)
         target = page.write(folder)
     except loop.Interrupted as saved:
         console.say(f"stopped; saved as {saved}\ngo on with: csakit train --resume --out {folder}")
@@ -117,36 +117,23 @@ def _changes(args: argparse.Namespace) -> dict[str, Any]:
 def _new(args: argparse.Namespace) -> tuple[Path, settings.RunConfig]:
     """Folder and settings of a new run."""
     preset = args.preset or "tiny"
-    config = settings.updated(PRESETS[preset], _changes(args))
-    if args.out is None:
-        number = 1
-        while (folder := Path("runs", f"{preset}-{number:03d}")).exists():
-            number += 1
-        return folder, config
-    if (args.out / RUN_FILE).exists():
-        raise ValueError(f"--out {args.out} holds a run already; add --resume to go on with it, or name another folder")
-    return args.out, config
+    folder = args.out or run_folder.next_free(RUNS, preset)
+    if run_folder.holds_run(folder):
+        raise ValueError(f"--out {folder} holds a run already; add --resume to go on with it, or name another folder")
+    return folder, settings.updated(PRESETS[preset], _changes(args))
 
 
 def _resumed(args: argparse.Namespace) -> tuple[Path, settings.RunConfig]:
     """Folder and settings of a run that goes on: the settings are the stored ones."""
-    folder = (
-        args.out or max(Path("runs").glob(f"*/{RUN_FILE}"), key=lambda path: path.stat().st_mtime, default=Path("runs", RUN_FILE)).parent
-    )
-    try:
-        stored = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))["config"]
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(
-            f"--resume: no run in {folder} ({error}); name its folder with --out, or leave out --resume to start one"
-        ) from error
-    config = settings.from_dict(stored)
+    folder = args.out or run_folder.newest_run(RUNS)
+    if folder is None:
+        raise ValueError(f"--resume: no run below {RUNS}; name its folder with --out, or leave out --resume to start one")
+    config = run_folder.stored_config(folder)
     asked = settings.updated(PRESETS[args.preset] if args.preset else config, _changes(args))
     if asked != config:
         before, after = settings.flat(config), settings.flat(asked)
         differing = "; ".join(f"{key} is {before[key]!r}, not {after[key]!r}" for key in before if before[key] != after[key])
-        raise ValueError(
-            f"--resume: the run in {folder} keeps its settings ({differing}); leave the option out, or start another run in another --out"
-        )
+        raise ValueError(f"--resume: the run in {folder} keeps its settings ({differing}); leave the option out, or start another run")
     return folder, config
 
 

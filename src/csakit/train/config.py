@@ -101,6 +101,7 @@ class StageConfig:
     floor: float = option(0.1, "learning rate at the end of the cosine, as a share of the peak", minimum=0)
     weight_decay: float = option(0.1, "AdamW weight decay of matrices", minimum=0)
     clip: float = option(1.0, "largest gradient norm, of backbone and indexer apart", above=0)
+    evaluate_every: int = option(0, "steps between evaluations inside the stage; 0: before and after it only", minimum=0)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -121,7 +122,6 @@ class RunConfig:
     coef: float = option(1.0, "factor of the indexer loss", minimum=0)
     denominator: str = option("attended", "softmax denominator of the teacher in the sparse stage", choices=DENOMINATORS)
     gradient_checkpointing: bool = option(False, "recompute the layers in the backward pass instead of keeping their activations")
-    evaluate_every: int = option(0, "steps between evaluations inside a stage; 0: before and after it only", minimum=0)
     save_every: int = option(100, "steps between checkpoints", minimum=1)
     keep: int = option(2, "checkpoints kept", minimum=1)
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -50,6 +50,15 @@ class Corpus:
         counts = f"{len(self.training)} documents ({sizes[0]:.1f} MB) to train on, {len(self.heldout)} ({sizes[1]:.1f} MB) held out"
         return f"{self.source}: {counts}" + (f"; {self.skipped} files that are not UTF-8 text left out" if self.skipped else "")
 
+    def fingerprint(self) -> str:
+        """A hash of every document on its side: two corpora with the same one train the same."""
+        total = hashlib.blake2b(digest_size=16)
+        for side in (self.training, self.heldout):
+            for document in side:
+                total.update(hashlib.blake2b(document.text).digest())
+            total.update(b"side")
+        return total.hexdigest()
+
 
 def load(config: DataConfig) -> Corpus:
     """The documents a configuration names, split in two.

@@ -41,13 +41,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1]]
 
 
-def describe(record: dict[str, Any]) -> str:
-    """The numbers of a step, as far as the stage has them, in one short line."""
-    captured = record.get("captured")
+def describe(record: dict[str, Any], captured: float | None = None) -> str:
+    """The numbers of a step, as far as the stage has them, in one short line; captured mass is that of the last evaluation."""
     parts = [
         f"{record['bits_per_byte']:.3f} bits/byte",
         f"KL {record['kl']:.4f}" if record.get("kl") is not None else "",
-        f"captured {captured:.1%}" if captured is not None else "",
+        f"captured {captured:.1%}" if captured is not None and record.get("kl") is not None else "",
         f"{record['tokens_per_second']:,.0f} tokens/s",
     ]
     return "  ".join(part for part in parts if part)
@@ -60,6 +59,7 @@ class Console:
         self._stream = stream or sys.stdout
         self._bar: Any = None
         self._last_line = 0.0
+        self._captured: float | None = None
 
     def say(self, text: str) -> None:
         """A line."""
@@ -79,22 +79,27 @@ class Console:
                 raise ImportError("the progress bar of csakit train needs rich: pip install 'csakit[train]'") from error
             columns = (
                 TextColumn("{task.description:6}"),
-                BarColumn(24),
+                BarColumn(None),
                 MofNCompleteColumn(),
                 TimeRemainingColumn(),
                 TextColumn("{task.fields[text]}"),
             )
-            self._bar = Progress(*columns, console=RichConsole(file=self._stream))
+            self._bar = Progress(*columns, console=RichConsole(file=self._stream), expand=True)
             self._task = self._bar.add_task(stage, total=total, completed=done, text="")
             self._bar.start()
 
     def step(self, record: dict[str, Any], total: int) -> None:
         """A step is done."""
         if self._bar is not None:
-            self._bar.update(self._task, completed=record["step"], text=describe(record))
+            self._bar.update(self._task, completed=record["step"], text=describe(record, self._captured))
         elif record["step"] == total or time.monotonic() - self._last_line > SECONDS_BETWEEN_LINES:
             self._last_line = time.monotonic()
-            self.say(f"{record['stage']:6} {record['step']:>5}/{total}  {describe(record)}")
+            self.say(f"{record['stage']:6} {record['step']:>5}/{total}  {describe(record, self._captured)}")
+
+    def evaluated(self, record: dict[str, Any]) -> None:
+        """An evaluation is done."""
+        self._captured = mean_over_layers(record, "captured")
+        self.say(f"{record['stage']:6} {record['when']:6} held-out: {describe_evaluation(record)}")
 
     def stop(self) -> None:
         """The stage is over, for better or worse."""

@@ -22,7 +22,7 @@ from csakit.train.checkpoint import Progress
 from csakit.train.config import RunConfig, StageConfig
 from csakit.train.corpus import Corpus, DataError
 from csakit.train.evaluation import Evaluator, language_loss
-from csakit.train.log import Console, MetricsFile, describe_evaluation
+from csakit.train.log import Console, MetricsFile
 
 
 class Interrupted(Exception):
@@ -87,7 +87,7 @@ class Trainer:
             self._write(record)
             self.console.step(record, stage.steps)
             self.progress = Progress(number, step + 1, self.progress.total_steps + 1, 0)
-            if self.config.evaluate_every and (step + 1) % self.config.evaluate_every == 0 and step + 1 < stage.steps:
+            if stage.evaluate_every and (step + 1) % stage.evaluate_every == 0 and step + 1 < stage.steps:
                 self._evaluate(name, "during")
             if self.stop():
                 raise Interrupted(str(self._save(optimizer)))
@@ -141,12 +141,10 @@ class Trainer:
 
     def _batches(self, name: str, stage: StageConfig, step: int) -> list[Batch]:
         """The micro-batches of a step."""
-        before = sum(self.config.stage(earlier).steps * _rows_of(self.config.stage(earlier)) for earlier in self._stages_before(name))
+        earlier_stages = self.config.stages[: self.config.stages.index(name)]
+        before = sum(self.config.stage(earlier).steps * _rows_of(self.config.stage(earlier)) for earlier in earlier_stages)
         numbers = self.rows.numbers(self.config.seed, before + step * _rows_of(stage), _rows_of(stage))
         return [self.rows.batch(numbers[start : start + stage.rows]) for start in range(0, len(numbers), stage.rows)]
-
-    def _stages_before(self, name: str) -> tuple[str, ...]:
-        return self.config.stages[: self.config.stages.index(name)]
 
     def _evaluate(self, name: str, when: str) -> None:
         """Evaluate in the attention of the stage, write it down and say it."""
@@ -161,7 +159,7 @@ class Trainer:
             record["bits_per_byte_sparse"] = self.evaluator.bits_per_byte()
             self.handle.stage(name)
         self._write(record)
-        self.console.say(f"{name:6} {when:6} held-out: {describe_evaluation(record)}")
+        self.console.evaluated(record)
 
     def _write(self, record: dict[str, Any]) -> None:
         assert self.log is not None
