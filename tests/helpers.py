@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,12 +12,14 @@ import csakit
 from csakit import Layout
 
 BACKENDS = {
-    "reference": dict(name="reference"),
-    "cpu": dict(name="cpu"),
-    "cpu-tile1": dict(name="cpu", tile=1),
-    "cpu-tile3": dict(name="cpu", tile=3),
-    "cpu-tile8": dict(name="cpu", tile=8),
+    "reference": {"name": "reference"},
+    "cpu": {"name": "cpu"},
+    "cpu-torch": {"name": "cpu-torch"},
+    "cpu-tile1": {"name": "cpu", "tile": 1},
+    "cpu-tile3": {"name": "cpu", "tile": 3},
+    "cpu-tile8": {"name": "cpu", "tile": 8},
 }
+INF = float("inf")
 LAYOUT_FIELDS = ("positions", "valid", "window_start", "entry_start", "entry_stop", "entry_token")
 
 
@@ -64,12 +67,17 @@ def gradients(result: torch.Tensor, upstream: torch.Tensor | float | None, input
     return {f"d_{name}": g for name, g in zip(inputs, found)}
 
 
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """Standard normal numbers, drawn in float64."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
 # ---- layouts ---------------------------------------------------------------------------------------------------------
 
 
 def build_layout(spec: dict, *, ratio: int, window: int) -> Layout:
     """The layout of a golden description: `kind` and the arguments of the constructor of that name."""
-    options = dict(ratio=ratio, window=window)
+    options = {"ratio": ratio, "window": window}
     if spec["kind"] == "batch":
         return Layout.batch(spec["rows"], spec["tokens"], **options)
     if spec["kind"] == "packed":
@@ -87,6 +95,15 @@ def visible(layout: Layout) -> torch.Tensor:
     """[B, T, E] bool: which query sees which entry."""
     entry = torch.arange(layout.num_entries)
     return (entry >= layout.entry_start[..., None]) & (entry < layout.entry_stop[..., None]) & layout.valid[..., None]
+
+
+def ragged_indices(layout: Layout, topk: int, *, seed: int = 0) -> torch.Tensor:
+    """Random distinct visible entries in random slots, -1 elsewhere: [B, T, K] int32."""
+    generator = torch.Generator().manual_seed(seed)
+    keys = torch.rand(*layout.positions.shape, layout.num_entries, generator=generator).masked_fill(~visible(layout), 2.0)
+    taken = keys.sort(-1)
+    indices = torch.where((taken.values < 1) & (taken.values > 0.15), taken.indices, -1)[..., :topk].to(torch.int32)
+    return torch.nn.functional.pad(indices, (0, topk - indices.shape[-1]), value=-1)
 
 
 def relative(indices: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -122,17 +139,17 @@ def random_inputs(rows: int, tokens: int, sizes: Sizes, seed: int = 0, dtype: to
     """Random inputs of the whole chain: everything has one row per token or is shared by all tokens."""
     generator = torch.Generator().manual_seed(seed)
     halves = 2 if sizes.overlap else 1
-    shapes = dict(
-        values=(halves * sizes.width,),
-        gates=(halves * sizes.width,),
-        index_values=(halves * sizes.index_width,),
-        index_gates=(halves * sizes.index_width,),
-        q_index=(sizes.index_heads, sizes.index_width),
-        weights=(sizes.index_heads,),
-        q=(sizes.heads, sizes.width),
-        kv=(sizes.width,),
-        d_out=(sizes.heads, sizes.width),
-    )
+    shapes = {
+        "values": (halves * sizes.width,),
+        "gates": (halves * sizes.width,),
+        "index_values": (halves * sizes.index_width,),
+        "index_gates": (halves * sizes.index_width,),
+        "q_index": (sizes.index_heads, sizes.index_width),
+        "weights": (sizes.index_heads,),
+        "q": (sizes.heads, sizes.width),
+        "kv": (sizes.width,),
+        "d_out": (sizes.heads, sizes.width),
+    }
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
@@ -152,7 +169,7 @@ def chain(inputs: dict[str, torch.Tensor], layout: Layout, sizes: Sizes, *, divi
     k_index = csakit.compress(x["index_values"], x["index_gates"], x["index_bias"], layout, overlap=sizes.overlap)
     index = x["q_index"], k_index, x["weights"]
     memory = x["q"], x["kv"] if layout.window else None, entries
-    results = dict(entries=entries)
+    results = {"entries": entries}
     if sizes.objective == "sparse":
         selection = csakit.select(*index, sizes.topk, layout)
         attention = csakit.attend(*memory, layout, indices=selection.indices, sink=x.get("sink"), teacher=True)
@@ -181,14 +198,14 @@ class Arrangement:
 def packed(lengths: list[int], sizes: Sizes, *, spare: int = 0) -> Arrangement:
     """Documents one after another in one row, with spare tokens at the end."""
     offsets = [0, *np.cumsum(lengths).tolist()]
-    layout = build_layout(dict(kind="packed", cu_seqlens=offsets, tokens=offsets[-1] + spare), ratio=sizes.ratio, window=sizes.window)
+    layout = build_layout({"kind": "packed", "cu_seqlens": offsets, "tokens": offsets[-1] + spare}, ratio=sizes.ratio, window=sizes.window)
     return Arrangement(layout, [(0, first) for first in offsets[:-1]])
 
 
 def packed_with_room(lengths: list[int], sizes: Sizes, *, room: int = 2) -> Arrangement:
     """Documents in one row, each with free tokens after it."""
     offsets, padded = [0, *np.cumsum(lengths).tolist()], [0, *np.cumsum([n + room for n in lengths]).tolist()]
-    layout = build_layout(dict(kind="packed", cu_seqlens=offsets, cu_seqlens_padded=padded), ratio=sizes.ratio, window=sizes.window)
+    layout = build_layout({"kind": "packed", "cu_seqlens": offsets, "cu_seqlens_padded": padded}, ratio=sizes.ratio, window=sizes.window)
     return Arrangement(layout, [(0, first) for first in padded[:-1]])
 
 
@@ -197,7 +214,7 @@ def masked(lengths: list[int], sizes: Sizes, *, side: str, extra: int = 1) -> Ar
     tokens = max(lengths, default=0) + extra
     firsts = [tokens - n if side == "left" else 0 for n in lengths]
     mask = [[int(first <= t < first + n) for t in range(tokens)] for first, n in zip(firsts, lengths)]
-    return Arrangement(build_layout(dict(kind="mask", mask=mask), ratio=sizes.ratio, window=sizes.window), list(enumerate(firsts)))
+    return Arrangement(build_layout({"kind": "mask", "mask": mask}, ratio=sizes.ratio, window=sizes.window), list(enumerate(firsts)))
 
 
 def by_document_ids(lengths: list[int], sizes: Sizes, *, rows: int = 2, between: int = 1) -> Arrangement:
@@ -210,14 +227,14 @@ def by_document_ids(lengths: list[int], sizes: Sizes, *, rows: int = 2, between:
         ids[row] += [number] * n + [-1] * between
     tokens = max(map(len, ids))
     ids = [row + [-1] * (tokens - len(row)) for row in ids]
-    return Arrangement(build_layout(dict(kind="document_ids", ids=ids), ratio=sizes.ratio, window=sizes.window), places)
+    return Arrangement(build_layout({"kind": "document_ids", "ids": ids}, ratio=sizes.ratio, window=sizes.window), places)
 
 
 def random_documents(lengths: list[int], sizes: Sizes, seed: int = 0) -> tuple[list[dict], dict]:
     """Token inputs per document, and the inputs all documents share."""
     whole = random_inputs(1, sum(lengths), sizes, seed)
     offsets = [0, *np.cumsum(lengths).tolist()]
-    documents = [{name: whole[name][0, a:b] for name in TOKEN_INPUTS} for a, b in zip(offsets, offsets[1:])]
+    documents = [{name: whole[name][0, a:b] for name in TOKEN_INPUTS} for a, b in itertools.pairwise(offsets)]
     return documents, {name: whole[name] for name in SHARED_INPUTS if name in whole}
 
 
@@ -259,3 +276,59 @@ def run_alone(documents: list[dict], shared: dict, sizes: Sizes) -> dict:
         runs.append(run_documents([document], shared, Arrangement(layout, [(0, 0)]), sizes))
     added = ("loss", *(f"d_{name}" for name in shared))
     return {name: sum(r[name] for r in runs) if name in added else torch.cat([r[name] for r in runs]) for name in runs[0]}
+
+
+# ---- other ways to the same numbers -----------------------------------------------------------------------------------
+
+
+def plain_attention(q, kv, entries, sink, indices, layout, scale):
+    """(out, lse, log_mass) by autograd over a mask of everything: an oracle of two lines for the tests below."""
+    token = torch.arange(kv.shape[1])
+    window = (token >= layout.window_start[..., None]) & (token <= torch.arange(q.shape[1])[:, None])
+    chosen = (indices[..., None] == torch.arange(entries.shape[1])).any(-2)
+    keys, mask = torch.cat([kv, entries], 1), torch.cat([window, chosen], -1) & layout.valid[..., None]
+    logits = (scale * torch.einsum("bthd,bnd->bthn", q, keys)).masked_fill(~mask[:, :, None], -INF)
+    lse = torch.cat([logits, sink.expand(*logits.shape[:3])[..., None]], -1).logsumexp(-1)
+    p = (logits - lse[..., None]).exp()
+    mass = (logits[..., kv.shape[1] :] - lse[..., None]).logsumexp(2)
+    taken = torch.where(indices >= 0, mass.gather(-1, indices.clamp(min=0).long()), -INF)
+    return torch.einsum("bthn,bnd->bthd", p, keys), lse, taken
+
+
+def assert_token_split_equals_whole(inputs: dict, layout: Layout, sizes: Sizes, world: int) -> None:
+    """Ranks that hold T / world queries, their halo of kv and all entries: results side by side and gradients added are the whole's."""
+    whole = chain(inputs, layout, sizes)
+    x = {name: t.detach().clone().requires_grad_(name not in CONSTANTS) for name, t in inputs.items()}
+    entries = csakit.compress(x["values"], x["gates"], x["bias"], layout, overlap=sizes.overlap)
+    k_index = csakit.compress(x["index_values"], x["index_gates"], x["index_bias"], layout, overlap=sizes.overlap)
+    count = layout.positions.shape[1] // world
+    per_rank: dict[str, list] = {name: [] for name in TOKEN_RESULTS}
+    total = torch.zeros((), dtype=torch.float64)
+    losses = torch.zeros((), dtype=torch.float64)
+    for rank in range(world):
+        part, first = layout.shard(rank, world), rank * count
+        assert part.kv_offset == min(max(layout.window - 1, 0), first) and part.num_entries == layout.num_entries
+        own, halo = slice(first, first + count), slice(first - part.kv_offset, first + count)
+        index = x["q_index"][:, own], k_index, x["weights"][:, own]
+        memory = x["q"][:, own], x["kv"][:, halo] if layout.window else None, entries
+        rows = {"weight": x["weight"][:, own], "divisor": 7.0}
+        if sizes.objective == "sparse":
+            selection = csakit.select(*index, sizes.topk, part)
+            attention = csakit.attend(*memory, part, indices=selection.indices, sink=x.get("sink"), teacher=True)
+            result = csakit.distill(selection.scores, attention.log_mass, part, **rows)
+            found = {"picked": relative(selection.indices, part), "scores": selection.scores, "log_mass": attention.log_mass}
+        else:
+            attention = csakit.attend(*memory, part, sink=x.get("sink"))
+            result = csakit.distill_dense(*index, x["q"][:, own], entries, attention.lse, part, **rows)
+            found = {}
+        for name, t in dict(found, out=attention.out, lse=attention.lse, kl=result.kl).items():
+            per_rank[name].append(t.detach())
+        losses = losses + result.loss
+        total = total + (x["d_out"][:, own] * attention.out).sum() + result.loss
+    for name, parts in per_rank.items():
+        if parts:
+            assert_close(torch.cat(parts, 1), whole[name])
+    assert_close(losses, whole["loss"])
+    names = [name for name in x if name not in CONSTANTS]
+    for name, g in zip(names, torch.autograd.grad(total, [x[n] for n in names], allow_unused=True, materialize_grads=True)):
+        assert_close(g, whole[f"d_{name}"])

@@ -7,7 +7,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import BACKENDS, Sizes, assert_close, chain, gap, gradients, normalise, on, random_inputs, visible
+from helpers import (
+    BACKENDS,
+    Sizes,
+    assert_close,
+    assert_token_split_equals_whole,
+    chain,
+    gap,
+    gradients,
+    normalise,
+    on,
+    random_inputs,
+    visible,
+)
 
 import csakit
 from csakit import Layout
@@ -95,7 +107,7 @@ def test_without_sink_and_window_the_head_is_the_softmax_over_its_entries(limit:
 
 def test_a_large_sink_takes_its_head_out_of_the_teacher(backend: str) -> None:
     inputs = random_inputs(2, 15, SPARSE)
-    without = {name: x[:, :, 1:] if name in ("q", "d_out") else x for name, x in inputs.items()} | dict(sink=inputs["sink"][1:])
+    without = {name: x[:, :, 1:] if name in ("q", "d_out") else x for name, x in inputs.items()} | {"sink": inputs["sink"][1:]}
     rest = teacher_and_objective(chain(without, whole(SPARSE), replace(SPARSE, heads=2)))
     previous = INF
     for sink in (0.0, 10.0, 60.0, 300.0, INF):
@@ -169,7 +181,7 @@ def test_sparse_equals_dense_when_k_covers_every_visible_entry(extra: int, backe
     sizes = replace(SPARSE, topk=15 // 2 + extra)
     inputs = random_inputs(2, 15, sizes)
     results = [chain(inputs, whole(sizes), replace(sizes, objective=o), divisor=None) for o in ("sparse", "dense")]
-    assert_close(*results, keys=[name for name in results[1]])
+    assert_close(*results, keys=list(results[1]))
     fewer = chain(inputs, whole(sizes), replace(sizes, topk=3), divisor=None)
     assert gap(fewer["loss"], results[1]["loss"]) > 1e-3
 
@@ -256,7 +268,7 @@ def test_entries_nobody_attends_have_no_influence_even_when_not_finite(poison: f
     """Results and all gradients equal those with zeros in the entries that no query selected."""
     layout = Layout.batch(1, 16, ratio=2, window=3)
     generator = torch.Generator().manual_seed(1)
-    shapes = dict(q=(1, 16, 2, 4), kv=(1, 16, 4), entries=(1, 8, 4))
+    shapes = {"q": (1, 16, 2, 4), "kv": (1, 16, 4), "entries": (1, 8, 4)}
     inputs = {name: torch.randn(s, generator=generator, dtype=torch.float64) for name, s in shapes.items()}
     unused = torch.tensor([1, 4, 7])
     indices = torch.arange(8, dtype=torch.int32).expand(1, 16, 8).masked_fill(~visible(layout), -1)
@@ -268,7 +280,7 @@ def test_entries_nobody_attends_have_no_influence_even_when_not_finite(poison: f
         x = {name: t.requires_grad_() for name, t in x.items()}
         attention = csakit.attend(*x.values(), layout, indices=indices, teacher=True)
         runs.append(
-            dict(out=attention.out, lse=attention.lse, log_mass=attention.log_mass) | gradients(attention.out.square().sum(), None, x)
+            {"out": attention.out, "lse": attention.lse, "log_mass": attention.log_mass} | gradients(attention.out.square().sum(), None, x)
         )
     assert_close(runs[1], runs[0])
 
@@ -316,8 +328,6 @@ def test_log_mass_of_head_ranks_combines_before_it_is_normalised(ranks: int, bac
 @pytest.mark.parametrize("objective", ["sparse", "dense"])
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
 def test_token_ranks_add_up_with_cuts_inside_a_block_and_inside_a_document(world: int, objective: str, backend: str) -> None:
-    from test_properties import assert_token_split_equals_whole
-
     sizes = Sizes(ratio=3, window=4, topk=2, objective=objective)
     layout = Layout.packed(torch.tensor([0, 5, 5, 16, 23]), ratio=3, window=4, tokens=24)
     assert_token_split_equals_whole(random_inputs(1, 24, sizes), layout, sizes, world)
@@ -367,9 +377,15 @@ def test_16_bit_inputs_keep_statistics_scores_selection_and_loss_in_float32(dtyp
     sizes = replace(SPARSE, objective=objective)
     generator = torch.Generator().manual_seed(2)
     layout = whole(sizes)
-    shapes = dict(
-        q_index=(2, 15, 2, 3), k_index=(2, 7, 3), weights=(2, 15, 2), q=(2, 15, 3, 4), kv=(2, 15, 4), entries=(2, 7, 4), sink=(3,)
-    )
+    shapes = {
+        "q_index": (2, 15, 2, 3),
+        "k_index": (2, 7, 3),
+        "weights": (2, 15, 2),
+        "q": (2, 15, 3, 4),
+        "kv": (2, 15, 4),
+        "entries": (2, 7, 4),
+        "sink": (3,),
+    }
     inputs = {name: torch.randint(-64, 65, s, generator=generator).double() / 32 for name, s in shapes.items()}
     exact, low = ({name: x.to(d).requires_grad_() for name, x in inputs.items()} for d in (torch.float64, dtype))
     results = []
@@ -379,13 +395,14 @@ def test_16_bit_inputs_keep_statistics_scores_selection_and_loss_in_float32(dtyp
             selection = csakit.select(*index, 2, layout)
             attention = csakit.attend(*memory, layout, indices=selection.indices, sink=x["sink"], teacher=True)
             loss = csakit.distill(selection.scores, attention.log_mass, layout)
-            statistics = dict(scores=selection.scores, log_mass=attention.log_mass, indices=selection.indices)
+            statistics = {"scores": selection.scores, "log_mass": attention.log_mass, "indices": selection.indices}
         else:
             attention = csakit.attend(*memory, layout, sink=x["sink"])
             loss = csakit.distill_dense(*index, x["q"], x["entries"], attention.lse, layout)
-            statistics = dict(
-                scores=csakit.index_scores(*index, layout), log_mass=csakit.teacher_log_mass(x["q"], x["entries"], attention.lse, layout)
-            )
+            statistics = {
+                "scores": csakit.index_scores(*index, layout),
+                "log_mass": csakit.teacher_log_mass(x["q"], x["entries"], attention.lse, layout),
+            }
         statistics.update(lse=attention.lse, loss=loss.loss, kl=loss.kl)
         results.append((statistics, dict(out=attention.out, **gradients(loss.loss + attention.out.double().square().sum(), None, x))))
     (want, want16), (got, got16) = results
@@ -422,10 +439,10 @@ def test_one_key_has_a_complete_gradient_through_lse(backend: str) -> None:
         one = {name: x.requires_grad_() for name, x in one.items()}
         layout = Layout.batch(1, 1, ratio=1, window=1 if where == "window" else 0)
         memory = (one["key"], None) if where == "window" else (None, one["key"])
-        values = dict(values=one["value"]) if where == "window" else dict(entry_values=one["value"])
+        values = {"values": one["value"]} if where == "window" else {"entry_values": one["value"]}
         attention = csakit.attend(one["q"], *memory, layout, sink=one["sink"], scale=1.0, **values)
         found = {name: g.item() for name, g in gradients(attention.out, torch.ones_like(attention.out), one).items()}
         assert attention.out.item() == pytest.approx(2 * p, abs=1e-12)
-        want = dict(d_q=2 * p * (1 - p), d_key=2 * p * (1 - p), d_value=p, d_sink=-2 * p * (1 - p))
+        want = {"d_q": 2 * p * (1 - p), "d_key": 2 * p * (1 - p), "d_value": p, "d_sink": -2 * p * (1 - p)}
         assert found == pytest.approx(want, abs=1e-12)
         assert found["d_value"] == pytest.approx(0.731059, abs=1e-6) and found["d_q"] == pytest.approx(0.393224, abs=1e-6)

@@ -64,7 +64,7 @@ def test_attend(case: str, backend: str) -> None:
     m = ATTEND[case]
     layout, (rows, tokens), width, value_width = m.layout, m.layout.positions.shape, 3, 2
     per_head = () if m.kv_heads is None else (m.kv_heads,)
-    x = dict(q=normal(rows, tokens, m.heads, width, seed=0))
+    x = {"q": normal(rows, tokens, m.heads, width, seed=0)}
     if layout.window:
         x["kv"] = normal(rows, tokens, *per_head, width, seed=1)
     if m.entries:
@@ -80,7 +80,7 @@ def test_attend(case: str, backend: str) -> None:
     x = {name: t.requires_grad_() for name, t in x.items()}
 
     def out(*tensors: torch.Tensor) -> torch.Tensor:
-        given = dict(q=None, kv=None, entries=None) | dict(zip(x, tensors))
+        given = {"q": None, "kv": None, "entries": None} | dict(zip(x, tensors))
         return csakit.attend(**given, layout=layout, indices=indices, value_width=m.value_width, teacher=indices is not None).out
 
     assert gradcheck(out, tuple(x.values()))
@@ -95,7 +95,7 @@ def test_compress(layout: Layout, overlap: bool, backend: str) -> None:
     assert gradcheck(lambda *t: csakit.compress(*t, layout, overlap=overlap), (*x, bias))
 
 
-@pytest.mark.parametrize("options", [{}, dict(relu=False), dict(sets=2), dict(sets=2, relu=False, scale=0.3)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"relu": False}, {"sets": 2}, {"sets": 2, "relu": False, "scale": 0.3}], ids=str)
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("layout", [PACKED, PADDED])
 def test_scores_of_select_and_index_scores(layout: Layout, weighted: bool, options: dict, backend: str) -> None:
@@ -141,7 +141,7 @@ def test_distill_dense(layout: Layout, relu: bool, sets: int, backend: str) -> N
         normal(4, seed=6),
     )
     lse = csakit.attend(q, kv, entries, layout, sink=sink).lse
-    options = dict(relu=relu, sets=sets, weight=normal(rows, tokens, seed=7).abs(), divisor=3.0)
+    options = {"relu": relu, "sets": sets, "weight": normal(rows, tokens, seed=7).abs(), "divisor": 3.0}
     for inputs in (index, index[:2]):
         x = tuple(t.requires_grad_() for t in inputs)
         assert gradcheck(lambda a, b, w=None: csakit.distill_dense(a, b, w, q, entries, lse, layout, **options).loss, x)
@@ -153,7 +153,7 @@ def test_attach_loss() -> None:
     for weight in (1.0, 0.25, torch.tensor(3.0), lambda: 2.0, lambda: torch.tensor(-1.5)):
         factor = float(weight() if callable(weight) else weight)
         for upstream in (1.0, 1e4):
-            x = dict(out=out, scores=scores)
+            x = {"out": out, "scores": scores}
             result = csakit.attach_loss(out, scores.square().sum(), weight=weight)
             assert torch.equal(result, out)
             found = gradients(result, upstream, x)
@@ -211,13 +211,13 @@ def test_a_second_derivative_is_right_or_refused(verb: str, backend: str) -> Non
             return csakit.distill(leaf, mass, layout).loss
         return csakit.distill_dense(leaf, *index[1:], x["q"], entries, torch.zeros(1, 8, 3, dtype=torch.float64), layout).loss
 
-    leaf = dict(
-        compress=x["values"],
-        attend=x["q"],
-        select=x["q_index"],
-        distill=normal(1, 8, 4, seed=4).requires_grad_(),
-        distill_dense=x["q_index"],
-    )[verb]
+    leaf = {
+        "compress": x["values"],
+        "attend": x["q"],
+        "select": x["q_index"],
+        "distill": normal(1, 8, 4, seed=4).requires_grad_(),
+        "distill_dense": x["q_index"],
+    }[verb]
     (first,) = torch.autograd.grad(result(leaf).sin().sum(), leaf, create_graph=True)
     leaf.grad = None
     try:

@@ -32,7 +32,7 @@ def general_attention() -> None:
     """KV heads, sets, values of their own, no window, no sink; and scores of every entry, with and without weights."""
     layout = Layout.packed(torch.tensor([0, 4, 9]), ratio=2, window=3, tokens=10)
     q, kv, values = torch.randn(1, 10, 4, 3), torch.randn(1, 10, 2, 3), torch.randn(1, 10, 2, 5)
-    x = dict(q=q, kv=kv, entries=kv[:, :5], values=values, entry_values=values[:, :5])
+    x = {"q": q, "kv": kv, "entries": kv[:, :5], "values": values, "entry_values": values[:, :5]}
     x = {name: t.clone().requires_grad_() for name, t in x.items()}
     q_index, k_index = torch.randn(1, 10, 4, 3, requires_grad=True), torch.randn(1, 5, 3, requires_grad=True)
     selection = csakit.select(q_index, k_index, None, 2, layout, sets=2)

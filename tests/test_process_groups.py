@@ -52,7 +52,7 @@ def test_real_process_groups_of_two_and_four_head_ranks_equal_the_whole(tmp_path
         inputs = random_inputs(1, 13, sizes, seed=4)
         inputs.update(entries=inputs["kv"][:, :6] + 1, k_index=inputs["index_values"][:, :6, :3])
         cases.append((inputs, sizes))
-        cases.append((inputs | dict(sink=inputs["sink"].index_fill(0, torch.tensor([2]), math.inf)), sizes))
+        cases.append((inputs | {"sink": inputs["sink"].index_fill(0, torch.tensor([2]), math.inf)}, sizes))
     whole = [sharded_objective(0, 1, None, *case) for case in cases]
     context = torch.multiprocessing.get_context("spawn")
     queue = context.Queue()

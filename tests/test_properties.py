@@ -11,10 +11,10 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import (
-    CONSTANTS,
     TOKEN_RESULTS,
     Sizes,
     assert_close,
+    assert_token_split_equals_whole,
     by_document_ids,
     chain,
     masked,
@@ -23,7 +23,6 @@ from helpers import (
     packed_with_room,
     random_documents,
     random_inputs,
-    relative,
     run_alone,
     run_documents,
 )
@@ -33,12 +32,13 @@ from hypothesis import strategies as st
 import csakit
 from csakit import Layout
 
+FEW = st.integers(1, 3)
 seeds = st.integers(0, 10_000)
 tiles = st.sampled_from([None, 1, 2, 5, 16])
 
 
 @st.composite
-def problems(draw, documents: int = 4, heads=st.integers(1, 3)) -> tuple[list[int], Sizes]:
+def problems(draw, documents: int = 4, heads: st.SearchStrategy = FEW) -> tuple[list[int], Sizes]:
     """Document lengths around multiples of the ratio, and sizes; windows of 0 and 1, K above and below the visible count."""
     ratio = draw(st.integers(1, 4))
     lengths = st.sampled_from([0, 1, ratio - 1, ratio, ratio + 1, 2 * ratio, 3 * ratio + 1, 11])
@@ -60,14 +60,14 @@ def backend_of(tile: int | None):
 
 
 def arrangements(lengths: list[int], sizes: Sizes, extra: int) -> dict:
-    return dict(
-        packed=packed(lengths, sizes, spare=extra),
-        room=packed_with_room(lengths, sizes, room=extra),
-        left=masked(lengths, sizes, side="left", extra=extra),
-        right=masked(lengths, sizes, side="right", extra=extra),
-        ids=by_document_ids(lengths, sizes, between=extra),
-        one_row=by_document_ids(lengths, sizes, rows=1, between=max(extra, 1)),
-    )
+    return {
+        "packed": packed(lengths, sizes, spare=extra),
+        "room": packed_with_room(lengths, sizes, room=extra),
+        "left": masked(lengths, sizes, side="left", extra=extra),
+        "right": masked(lengths, sizes, side="right", extra=extra),
+        "ids": by_document_ids(lengths, sizes, between=extra),
+        "one_row": by_document_ids(lengths, sizes, rows=1, between=max(extra, 1)),
+    }
 
 
 # ---- documents -------------------------------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ def test_layouts_keep_their_promises(problem, seed: int) -> None:
             assert all(
                 getattr(layout, f).dtype is torch.int32 for f in ("positions", "window_start", "entry_start", "entry_stop", "entry_token")
             )
-            want = dict(positions=[[0] * tokens for _ in range(rows)], valid=[[False] * tokens for _ in range(rows)])
+            want = {"positions": [[0] * tokens for _ in range(rows)], "valid": [[False] * tokens for _ in range(rows)]}
             want.update({name: [[0] * tokens for _ in range(rows)] for name in ("entry_start", "entry_stop")})
             want["window_start"] = [[t + 1 for t in range(tokens)] for _ in range(rows)]
             entry_token: list[list[int]] = [[] for _ in range(rows)]
@@ -162,7 +162,7 @@ def test_with_one_head_window_and_sink_cancel_in_the_teacher(problem, seed: int,
     lengths, sizes = problem
     documents, shared = random_documents(lengths, sizes, seed)
     other, other_shared = random_documents(lengths, sizes, seed + 1)
-    moved = [d | dict(kv=o["kv"]) for d, o in zip(documents, other)]
+    moved = [d | {"kv": o["kv"]} for d, o in zip(documents, other)]
     moved_shared = shared | {name: other_shared[name] for name in ("sink",) if name in shared}
     with backend_of(tile):
         before, after = (run_documents(d, s, packed(lengths, sizes), sizes) for d, s in ((documents, shared), (moved, moved_shared)))
@@ -204,45 +204,6 @@ def test_heads_in_parts_give_the_whole(problem, seed: int, tile, per_rank: int) 
 # ---- tokens ----------------------------------------------------------------------------------------------------------
 
 
-def assert_token_split_equals_whole(inputs: dict, layout: Layout, sizes: Sizes, world: int) -> None:
-    """Ranks that hold T / world queries, their halo of kv and all entries: results side by side and gradients added are the whole's."""
-    whole = chain(inputs, layout, sizes)
-    x = {name: t.detach().clone().requires_grad_(name not in CONSTANTS) for name, t in inputs.items()}
-    entries = csakit.compress(x["values"], x["gates"], x["bias"], layout, overlap=sizes.overlap)
-    k_index = csakit.compress(x["index_values"], x["index_gates"], x["index_bias"], layout, overlap=sizes.overlap)
-    count = layout.positions.shape[1] // world
-    per_rank: dict[str, list] = {name: [] for name in TOKEN_RESULTS}
-    total = torch.zeros((), dtype=torch.float64)
-    losses = torch.zeros((), dtype=torch.float64)
-    for rank in range(world):
-        part, first = layout.shard(rank, world), rank * count
-        assert part.kv_offset == min(max(layout.window - 1, 0), first) and part.num_entries == layout.num_entries
-        own, halo = slice(first, first + count), slice(first - part.kv_offset, first + count)
-        index = x["q_index"][:, own], k_index, x["weights"][:, own]
-        memory = x["q"][:, own], x["kv"][:, halo] if layout.window else None, entries
-        rows = dict(weight=x["weight"][:, own], divisor=7.0)
-        if sizes.objective == "sparse":
-            selection = csakit.select(*index, sizes.topk, part)
-            attention = csakit.attend(*memory, part, indices=selection.indices, sink=x.get("sink"), teacher=True)
-            result = csakit.distill(selection.scores, attention.log_mass, part, **rows)
-            found = dict(picked=relative(selection.indices, part), scores=selection.scores, log_mass=attention.log_mass)
-        else:
-            attention = csakit.attend(*memory, part, sink=x.get("sink"))
-            result = csakit.distill_dense(*index, x["q"][:, own], entries, attention.lse, part, **rows)
-            found = {}
-        for name, t in dict(found, out=attention.out, lse=attention.lse, kl=result.kl).items():
-            per_rank[name].append(t.detach())
-        losses = losses + result.loss
-        total = total + (x["d_out"][:, own] * attention.out).sum() + result.loss
-    for name, parts in per_rank.items():
-        if parts:
-            assert_close(torch.cat(parts, 1), whole[name])
-    assert_close(losses, whole["loss"])
-    names = [name for name in x if name not in CONSTANTS]
-    for name, g in zip(names, torch.autograd.grad(total, [x[n] for n in names], allow_unused=True, materialize_grads=True)):
-        assert_close(g, whole[f"d_{name}"])
-
-
 @given(problems(), seeds, tiles, st.sampled_from([1, 2, 4, 8]))
 def test_tokens_in_parts_give_the_whole(problem, seed: int, tile, world: int) -> None:
     lengths, sizes = problem
@@ -261,6 +222,29 @@ def test_the_tile_changes_nothing_beyond_rounding(problem, seed: int) -> None:
     for tile in (None, 1, 3, 16):
         with csakit.backend("cpu", tile=tile):
             assert_close(chain(inputs, layout, sizes), want)
+
+
+MANY_CHUNKS = {
+    "few of many entries": (Sizes(ratio=1, window=5, topk=3), [300]),
+    "nearly every entry": (Sizes(ratio=4, window=5, topk=60), [300]),
+    "window beyond a chunk": (Sizes(ratio=8, window=200, topk=4), [300]),
+    "no window, every entry": (Sizes(ratio=2, window=0, objective="dense"), [300]),
+    "many short documents": (Sizes(ratio=3, window=40, topk=2), [7, 1, 0, 3, 11, 2, 5] * 11),
+    "long and short documents": (Sizes(ratio=2, window=9, topk=40, objective="dense", sink=False), [180, 3, 1, 119]),
+}
+
+
+@pytest.mark.parametrize("case", MANY_CHUNKS)
+def test_the_fast_backend_equals_the_reference_over_many_chunks(case: str) -> None:
+    """Lengths at which the backend itself chooses between blocks and gathered rows, in its own and in a small tile."""
+    sizes, lengths = MANY_CHUNKS[case]
+    layout = packed(lengths, sizes, spare=5).layout
+    inputs = random_inputs(1, sum(lengths) + 5, sizes, seed=len(lengths))
+    with csakit.backend("reference"):
+        want = chain(inputs, layout, sizes)
+    for tile in (None, 16):
+        with csakit.backend("cpu", tile=tile):
+            assert_close(chain(inputs, layout, sizes), want, 1e-11)
 
 
 # ---- general attention -----------------------------------------------------------------------------------------------
