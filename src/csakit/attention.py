@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import backends, checks, ops
 from .backends.rows import INF
-from .layout import Layout
+from .layout import Layout, token_shape
 from .selection import check_indices, layout_ranges, validate_indices
 
 
@@ -71,7 +71,7 @@ def attend(
     Raises:
         TypeError, ValueError: an argument of another kind or shape, or a combination that has no meaning.
     """
-    rows, tokens = layout.positions.shape
+    rows, tokens = token_shape(layout)
     checks.tensor("q", q, "[B, T, H, D]", (rows, tokens, None, None))
     heads, width = q.shape[2:]
     if kv is None and layout.window:
@@ -89,6 +89,7 @@ def attend(
         raise ValueError(f"kv and entries must have the same number of KV heads; got {kv.shape[2]} and {entries.shape[2]}")
     if sink is not None:
         checks.tensor("sink", sink, "[H]", (heads,))
+    checks.flag("teacher", teacher)
     slots = None
     if indices is not None:
         slots = check_indices(indices, layout)
@@ -120,7 +121,7 @@ def teacher_log_mass(
     Raises:
         TypeError, ValueError: an argument of another kind or shape.
     """
-    rows, tokens = layout.positions.shape
+    rows, tokens = token_shape(layout)
     checks.tensor("q", q, "[B, T, H, D]", (rows, tokens, None, None))
     heads, width = q.shape[2:]
     entries = check_entries(entries, layout, width, heads)
@@ -174,7 +175,7 @@ def check_entries(entries: Tensor, layout: Layout, width: int, heads: int) -> Te
 
 
 def check_lse(lse: Tensor, layout: Layout, heads: int) -> None:
-    rows, tokens = layout.positions.shape
+    rows, tokens = token_shape(layout)
     checks.tensor("lse", lse, "[B, T, H]", (rows, tokens, heads), fix="Kernels that return [B, H, T] need a transpose")
 
 

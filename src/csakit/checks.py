@@ -91,8 +91,14 @@ def number(name: str, x: Any) -> None:
     """Raises unless x is a finite Python number."""
     if isinstance(x, bool) or not isinstance(x, (int, float)):
         raise TypeError(f"{name} must be a number; got {describe(x)}")
-    if not math.isfinite(x):
+    if not torch.compiler.is_compiling() and not math.isfinite(x):
         raise ValueError(f"{name} must be finite; got {x}")
+
+
+def flag(name: str, x: Any) -> None:
+    """Raises unless x is True or False (text would count as True)."""
+    if not isinstance(x, bool):
+        raise TypeError(f"{name} must be True or False; got {describe(x)}")
 
 
 def divides(small: str, a: int, large: str, b: int) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from . import checks
 from .backends.rows import INF, accumulator
-from .layout import Layout, take_rows
+from .layout import Layout, take_rows, token_shape
 
 
 def compress(values: Tensor, gates: Tensor, bias: Tensor, layout: Layout, *, overlap: bool = True) -> Tensor:
@@ -27,7 +27,8 @@ def compress(values: Tensor, gates: Tensor, bias: Tensor, layout: Layout, *, ove
     Raises:
         TypeError, ValueError: an argument of another kind or shape; a layout of blocks or of a part of the row.
     """
-    rows, tokens = layout.positions.shape
+    checks.flag("overlap", overlap)
+    rows, tokens = token_shape(layout)
     checks.tensor("values", values, "[B, T, 2 * D]" if overlap else "[B, T, D]", (rows, tokens, None))
     channels = values.shape[2]
     checks.tensor("gates", gates, "of the shape of values", (rows, tokens, channels))

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from . import backends, checks, ops
 from .attention import _scale, check_entries, check_lse
-from .layout import Layout
-from .selection import check_flag, check_index_inputs, check_sets, layout_ranges
+from .layout import Layout, token_shape
+from .selection import check_index_inputs, check_sets, layout_ranges
 from .selection import index_scale as default_index_scale
 
 
@@ -60,7 +60,7 @@ def distill(
     Raises:
         TypeError, ValueError: an argument of another kind or shape; a negative or non-finite divisor.
     """
-    rows, tokens = layout.positions.shape
+    rows, tokens = token_shape(layout)
     with_sets = isinstance(scores, Tensor) and scores.ndim == 4
     letters, sizes = ("[B, T, S, K]", (rows, tokens, None, None)) if with_sets else ("[B, T, K]", (rows, tokens, None))
     checks.tensor("scores", scores, letters, sizes)
@@ -105,8 +105,8 @@ def distill_dense(
     """
     check_index_inputs(q_index, k_index, weights, layout, ("q_index", "k_index"))
     check_sets(sets, q_index.shape[2])
-    check_flag("relu", relu)
-    rows, tokens = layout.positions.shape
+    checks.flag("relu", relu)
+    rows, tokens = token_shape(layout)
     checks.tensor("q", q, "[B, T, H, D]", (rows, tokens, None, None))
     heads, width = q.shape[2:]
     checks.divides("sets", sets, "heads", heads)
@@ -143,7 +143,9 @@ def attach_loss(out: Tensor, loss: Tensor, *, weight: float | Tensor | Callable[
     if not isinstance(out, Tensor) or not out.dtype.is_floating_point:
         raise TypeError(f"out must be a floating-point tensor; got {checks.describe(out)}")
     checks.tensor("loss", loss, "scalar", ())
-    if not callable(weight) and not isinstance(weight, Tensor):
+    if isinstance(weight, Tensor):
+        checks.tensor("weight", weight, "scalar", (), kind="real")
+    elif not callable(weight):
         checks.number("weight", weight)
     return ops.AttachLoss.apply(out, loss, weight) if loss.requires_grad else out
 

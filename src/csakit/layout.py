@@ -213,6 +213,18 @@ class Layout:
         )
 
 
+def token_shape(layout: Layout) -> tuple[int, int]:
+    """(B, T) of a layout.
+
+    Raises:
+        TypeError: something else stands in the layout's place.
+    """
+    if not isinstance(layout, Layout):
+        raise TypeError(f"layout must be a csakit.Layout; got {checks.describe(layout)}. Build one with Layout.batch, packed or from_mask")
+    rows, tokens = layout.positions.shape
+    return rows, tokens
+
+
 def take_rows(rows: Tensor, index: Tensor) -> Tensor:
     """rows[b, index[b, ..]]: [B, N, ..] and [B, M] -> [B, M, ..]. One index_select, whose backward is one index_add."""
     batch, length = rows.shape[:2]

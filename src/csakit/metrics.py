@@ -159,6 +159,6 @@ def _at(x: Tensor, indices: Tensor) -> Tensor:
 
 
 def _distance(layout: Layout) -> Tensor:
-    """[B, T, E]: tokens from the first of an entry to the query."""
-    token = torch.arange(layout.positions.shape[1], device=layout.positions.device)[:, None]
-    return (token - layout.entry_token[:, None]).to(torch.float32)
+    """[B, T, E]: tokens from the first of an entry to the query, by positions in their document, so it holds on a shard too."""
+    entry = torch.arange(layout.num_entries, device=layout.positions.device)
+    return (layout.positions[..., None] - (entry - layout.entry_start[..., None]) * layout.ratio).to(torch.float32)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import backends, checks, ops
-from .layout import Layout
+from .layout import Layout, token_shape
 
 
 class Selection(NamedTuple):
@@ -109,7 +109,7 @@ def validate_indices(indices: Tensor, layout: Layout) -> None:
 
 def check_indices(indices: Tensor, layout: Layout) -> Tensor:
     """indices as [B, T, S, K], after checks of dtype and shape."""
-    rows, tokens = layout.positions.shape
+    rows, tokens = token_shape(layout)
     with_sets = isinstance(indices, Tensor) and indices.ndim == 4
     letters, sizes = ("[B, T, S, K]", (rows, tokens, None, None)) if with_sets else ("[B, T, K]", (rows, tokens, None))
     checks.tensor("indices", indices, letters, sizes, kind="index")
@@ -123,7 +123,7 @@ def layout_ranges(layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
 
 def check_index_inputs(q: Tensor, k: Tensor, weights: Tensor | None, layout: Layout, names: tuple[str, str] = ("q", "k")) -> None:
     """Raises unless the index branch fits the layout."""
-    rows, tokens = layout.positions.shape
+    rows, tokens = token_shape(layout)
     checks.tensor(names[0], q, "[B, T, I, C]", (rows, tokens, None, None))
     checks.tensor(names[1], k, "[B, E, C]", (rows, layout.num_entries, q.shape[3]), fix="Index keys are one per entry of the layout")
     if weights is not None:
@@ -142,15 +142,10 @@ def index_scale(q: Tensor, weights: Tensor | None, scale: float | None, sets: in
 def _check(q: Tensor, k: Tensor, weights: Tensor | None, layout: Layout, scale: float | None, relu: bool, sets: int) -> float:
     check_index_inputs(q, k, weights, layout)
     check_sets(sets, q.shape[2])
-    check_flag("relu", relu)
+    checks.flag("relu", relu)
     return index_scale(q, weights, scale, sets)
 
 
 def check_sets(sets: int, heads: int) -> None:
     checks.whole("sets", sets, at_least=1)
     checks.divides("sets", sets, "index heads", heads)
-
-
-def check_flag(name: str, value: bool) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False; got {checks.describe(value)}")
