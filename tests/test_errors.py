@@ -272,6 +272,7 @@ CASES = {
     "values of two widths": Wrong(
         lambda: attend(values=torch.zeros(B, T, 2), entry_values=torch.zeros(B, E, 3)), ValueError, r"the same width; got \[2, 3\]"
     ),
+    "the layout is missing": Wrong(lambda: attend(None), TypeError, r"layout must be a csakit\.Layout; got NoneType"),
     "teacher is text": Wrong(
         lambda: attend(indices=ids(B, T, K) - 1, teacher="false"), TypeError, "teacher must be True or False; got str 'false'"
     ),
