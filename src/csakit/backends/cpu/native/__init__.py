@@ -18,8 +18,6 @@ from .calls import TYPES, Attention, Call, Scoring
 
 __all__ = ["attend", "attend_backward", "dense_kl", "dense_kl_backward", "index_scores", "log_mass", "scores_backward", "select"]
 
-SMALL = 1 << 22  # multiplications a thread should have: starting one costs as much as a million
-
 
 def refuses(*tensors: Tensor | None) -> str | None:
     """Why the kernels cannot take these tensors, or None."""
@@ -38,7 +36,7 @@ def attend(
     out = q.new_empty(*q.shape[:3], value_width)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     mass = torch.empty(indices.shape, dtype=torch.float32) if teacher and indices is not None else None
-    call = _attention(q, kv, entries, values, entry_values, sink, indices, ranges, scale, value_width, lse, products=2)
+    call = _attention(q, kv, entries, values, entry_values, sink, indices, ranges, scale, value_width, lse)
     call.array("out", out)
     call.struct.mass = call.pointer(mass)
     if out.numel() or lse.numel():
@@ -52,7 +50,7 @@ def attend_backward(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Gradients of q, kv, entries, values, entry_values, sink. Recomputes the probabilities from lse."""
     _require(q, kv, entries, values, entry_values, d_out)
-    call = _attention(q, kv, entries, values, entry_values, sink, indices, ranges, scale, value_width, lse.contiguous(), products=5)
+    call = _attention(q, kv, entries, values, entry_values, sink, indices, ranges, scale, value_width, lse.contiguous())
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     d_sink = None if sink is None else torch.zeros(sink.shape, dtype=torch.float64)
     call.struct.d_sink = call.pointer(d_sink)
@@ -106,7 +104,6 @@ def scores_backward(
     call.array("d_q", dq)
     call.array("d_k", dk)
     call.struct.d_weights, call.struct.d_scores = call.pointer(dw), call.pointer(d_scores.float().contiguous())
-    call.struct.most_rows = k.shape[1] if indices is None else indices.shape[3]
     if q.numel():
         call(build.load().csakit_score_backward)
     return dq, _narrow(dk, k[:, :, None]).squeeze(2), None if weights is None or dw is None else dw.to(weights.dtype)
@@ -120,7 +117,7 @@ def _require(*tensors: Tensor | None) -> None:
 
 def _attention(
     q: Tensor, kv: Tensor | None, entries: Tensor | None, values: Tensor | None, entry_values: Tensor | None, sink: Tensor | None,
-    indices: Tensor | None, ranges: Ranges, scale: float, value_width: int, lse: Tensor, *, products: int,
+    indices: Tensor | None, ranges: Ranges, scale: float, value_width: int, lse: Tensor,
 ) -> Call:  # fmt: skip
     call = Call(Attention(scale=scale, value_width=value_width))
     for name, x in {"q": q, "kv": kv, "entries": entries, "values": values, "entry_values": entry_values}.items():
@@ -129,26 +126,14 @@ def _attention(
     call.struct.lse = call.pointer(lse)
     call.indices(indices)
     call.ranges(ranges)
-    rows, tokens, heads, width = q.shape
+    rows, tokens, heads, _ = q.shape
     keys = kv if kv is not None else entries
     assert keys is not None
     struct = call.struct
     struct.rows, struct.tokens, struct.heads, struct.groups = rows, tokens, heads, keys.shape[2]
     struct.num_entries = 0 if entries is None else entries.shape[1]
-    struct.most_rows = most_rows(kv, entries, indices, ranges)
-    struct.threads = _threads(products * rows * tokens * heads * width * struct.most_rows, -(-rows * tokens // 8))
+    struct.threads = torch.get_num_threads()
     return call
-
-
-def most_rows(kv: Tensor | None, entries: Tensor | None, indices: Tensor | None, ranges: Ranges) -> int:
-    """How many rows a query attends at most, window and entries together."""
-    count = 0
-    if kv is not None and ranges.valid.numel():
-        own = torch.arange(ranges.valid.shape[1]) + (ranges.kv_offset + 1)
-        count = max(int((own - ranges.window_start).amax()), 0)
-    if entries is not None:
-        count += entries.shape[1] if indices is None else indices.shape[3]
-    return count
 
 
 def _scoring(q: Tensor, k: Tensor, weights: Tensor | None, ranges: Ranges, scale: float, relu: bool, sets: int) -> Call:
@@ -157,15 +142,11 @@ def _scoring(q: Tensor, k: Tensor, weights: Tensor | None, ranges: Ranges, scale
     call.array("k", k)
     call.ranges(ranges)
     call.struct.weights = call.pointer(None if weights is None else weights.float().contiguous())
-    rows, tokens, heads, width = q.shape
+    rows, tokens, heads, _ = q.shape
     struct = call.struct
     struct.rows, struct.tokens, struct.heads, struct.entries = rows, tokens, heads, k.shape[1]
-    struct.threads = _threads(rows * tokens * heads * width * k.shape[1], -(-rows * tokens // 16))
+    struct.threads = torch.get_num_threads()
     return call
-
-
-def _threads(multiplications: int, blocks: int) -> int:
-    return max(1, min(torch.get_num_threads(), blocks, multiplications // SMALL))
 
 
 def _zeros(x: Tensor) -> Tensor:

@@ -25,7 +25,6 @@ struct Attention {
     float* mass;       // [batch, tokens, sets, slots] or null
     double* d_sink;    // [heads], zeroed, or null
     int64_t batch, tokens, heads, groups, num_entries, value_width, threads;
-    int64_t most_rows;  // that any query attends, at most
     double scale;
 };
 
@@ -46,6 +45,28 @@ struct Shape {
     long group(const Attention& p, long piece) const { return piece * p.groups / pieces; }
 };
 
+inline long window_first(const Attention& p, long at) { return std::max(p.ranges.window_start[at], 0); }
+
+inline long window_count(const Attention& p, long at, long token) {
+    return p.kv.data ? std::max<long>(0, token + p.ranges.kv_offset + 1 - window_first(p, at)) : 0;
+}
+
+inline long entry_stop(const Attention& p, long at) {
+    return p.entries.data ? std::min<long>(p.ranges.entry_stop[at], p.num_entries) : 0;
+}
+
+struct Work {
+    long most_rows = 0, rows = 0;  // of one query, of all
+    explicit Work(const Attention& p) {
+        for (long at = 0; at < p.batch * p.tokens; ++at) {
+            if (!p.ranges.valid[at]) continue;
+            const long visible = std::max<long>(0, entry_stop(p, at) - std::max(p.ranges.entry_start[at], 0));
+            const long own = window_count(p, at, at % p.tokens) + (p.indices.data ? std::min<long>(visible, p.indices.slots) : visible);
+            most_rows = std::max(most_rows, own), rows += own;
+        }
+    }
+};
+
 // The rows one query attends, block by block.
 class Memory {
   public:
@@ -55,11 +76,6 @@ class Memory {
     }
 
     std::vector<const float*> key, value;  // of the block fetched last
-
-    static long window_first(const Attention& p, long at) { return std::max(p.ranges.window_start[at], 0); }
-    static long window_count(const Attention& p, long at, long token) {
-        return p.kv.data ? std::max<long>(0, token + p.ranges.kv_offset + 1 - window_first(p, at)) : 0;
-    }
 
     // The rows of the windows of queries begin .. end.
     void keep_window(long batch, long begin, long end, long group) {
@@ -79,8 +95,8 @@ class Memory {
         unit.window_first = window_first(p_, at), unit.window = window_count(p_, at, unit.token);
         unit.entries.clear(), slots.clear();
         unit.entry_first = std::max(p_.ranges.entry_start[at], 0);
-        const long stop = std::min<long>(p_.ranges.entry_stop[at], p_.num_entries);
-        unit.entry_count = p_.entries.data ? std::max<long>(0, stop - unit.entry_first) : 0;
+        const long stop = entry_stop(p_, at);
+        unit.entry_count = std::max<long>(0, stop - unit.entry_first);
         if (!p_.indices.data || !p_.entries.data) return;
         const long first = (at * p_.indices.sets + shape_.set(p_, unit.piece)) * p_.indices.slots;
         for (long k = 0; k < p_.indices.slots && unit.entry_count; ++k) {
@@ -434,21 +450,25 @@ class Backward {
 }  // namespace
 
 void attend(const Attention& p) {
+    const Blocks blocks{p.batch, p.tokens, 16};
+    const long threads = useful_threads(p.threads, 2 * Work(p).rows * p.heads * p.q.width, blocks.count());
     std::vector<std::unique_ptr<Forward>> workers;
-    for (long i = 0; i < p.threads; ++i) workers.push_back(std::make_unique<Forward>(p));
-    for_blocks(Blocks{p.batch, p.tokens, 16}, p.threads, [&](long number, const Block& block) { workers[number]->run(block); });
+    for (long i = 0; i < threads; ++i) workers.push_back(std::make_unique<Forward>(p));
+    for_blocks(blocks, threads, [&](long number, const Block& block) { workers[number]->run(block); });
 }
 
 void attend_backward(const Attention& p) {
     const Shape shape(p);
+    const Work work(p);
+    const long threads = useful_threads(p.threads, 5 * work.rows * p.heads * p.q.width, p.batch * p.tokens);
     const bool values = p.values.data || p.entry_values.data;
-    const Rounds rounds(p.batch, p.tokens, shape.pieces, p.most_rows * 2 * shape.columns * sizeof(float), p.threads);
+    const Rounds rounds(p.batch, p.tokens, shape.pieces, work.most_rows * 2 * shape.columns * sizeof(float), threads);
     std::vector<std::unique_ptr<Backward>> workers;
-    for (long i = 0; i < p.threads; ++i) workers.push_back(std::make_unique<Backward>(p, shape));
+    for (long i = 0; i < threads; ++i) workers.push_back(std::make_unique<Backward>(p, shape));
     rounds.run(
         [&](long number, const Block& block, Unit* units) { workers[number]->run(block, units); },
         [&](long number, const Unit& unit) {
-            workers[number]->add(unit, Share(number, p.threads, shape.width + (values ? shape.value_width : 0)));
+            workers[number]->add(unit, Share(number, threads, shape.width + (values ? shape.value_width : 0)));
         },
         [&](const Unit& unit) {
             for (long h = 0; p.d_sink && h < shape.heads; ++h) p.d_sink[unit.piece * shape.heads + h] -= unit.sink[h];

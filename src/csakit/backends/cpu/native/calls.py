@@ -35,7 +35,7 @@ class Attention(Structure):
         *((name, Array) for name in ("q", "kv", "entries", "values", "entry_values", "out", "d_out", "d_q")),
         *((name, Array) for name in ("d_kv", "d_entries", "d_values", "d_entry_values")),
         ("sink", c_void_p), ("indices", Indices), ("ranges", RangesStruct), ("lse", c_void_p), ("mass", c_void_p), ("d_sink", c_void_p),
-        *((name, c_int64) for name in ("rows", "tokens", "heads", "groups", "num_entries", "value_width", "threads", "most_rows")),
+        *((name, c_int64) for name in ("rows", "tokens", "heads", "groups", "num_entries", "value_width", "threads")),
         ("scale", c_double),
     )  # fmt: skip
 
@@ -45,7 +45,7 @@ class Scoring(Structure):
         *((name, Array) for name in ("q", "k", "d_q", "d_k")),
         ("weights", c_void_p), ("d_weights", c_void_p), ("d_scores", c_void_p), ("indices", Indices), ("ranges", RangesStruct),
         ("chosen", c_void_p), ("scores", c_void_p),
-        *((name, c_int64) for name in ("rows", "tokens", "heads", "entries", "sets", "topk", "relu", "threads", "most_rows")),
+        *((name, c_int64) for name in ("rows", "tokens", "heads", "entries", "sets", "topk", "relu", "threads")),
         ("scale", c_double),
     )  # fmt: skip
 
@@ -74,7 +74,7 @@ class Call:
             self.struct.indices = Indices(address, x.shape[2], x.shape[3], x.dtype == torch.int64)
 
     def ranges(self, ranges: Ranges) -> None:
-        starts = [self.pointer(x.to(torch.int32).contiguous()) for x in ranges[1:4]]
+        starts = [self.pointer(x.contiguous() if x.dtype == torch.int32 else x.to(torch.int32).contiguous()) for x in ranges[1:4]]
         self.struct.ranges = RangesStruct(self.pointer(ranges.valid.contiguous()), *starts, ranges.kv_offset)
 
     def pointer(self, x: Tensor | None) -> int | None:

@@ -25,7 +25,6 @@ struct Scoring {
     int32_t* chosen;  // [batch, tokens, sets, topk]; null: every score goes to scores [batch, tokens, sets, entries]
     float* scores;
     int64_t batch, tokens, heads, entries, sets, topk, relu, threads;
-    int64_t most_rows;  // that any query scores, at most
     double scale;
 };
 
@@ -41,6 +40,16 @@ Span visible(const Scoring& p, long batch, long token) {
     if (!p.ranges.valid[at]) return {0, 0};
     return {std::max(p.ranges.entry_start[at], 0), std::min<long>(p.ranges.entry_stop[at], p.entries)};
 }
+
+struct ScoreWork {
+    long most_rows = 0, rows = 0;  // of one query, of all
+    explicit ScoreWork(const Scoring& p) {
+        for (long at = 0; at < p.batch * p.tokens; ++at) {
+            const long count = visible(p, at / p.tokens, at % p.tokens).count(), own = p.indices.data ? std::min<long>(count, p.indices.slots) : count;
+            most_rows = std::max(most_rows, own), rows += own;
+        }
+    }
+};
 
 template <long M, long N>
 __attribute__((noinline)) void weighted_tile(const float* const* q, const Packed& keys, long width, const float* weights, bool relu, Vec (&score)[N]) {
@@ -280,18 +289,21 @@ class ScoreBackward {
 }  // namespace
 
 void score(const Scoring& p) {
+    const Blocks blocks{p.batch, p.tokens, 16};
+    const long threads = useful_threads(p.threads, ScoreWork(p).rows * p.heads * p.k.width, blocks.count());
     std::vector<std::unique_ptr<Scorer>> workers;
-    for (long i = 0; i < p.threads; ++i) workers.push_back(std::make_unique<Scorer>(p));
-    for_blocks(Blocks{p.batch, p.tokens, 16}, p.threads, [&](long number, const Block& block) { workers[number]->run(block); });
+    for (long i = 0; i < threads; ++i) workers.push_back(std::make_unique<Scorer>(p));
+    for_blocks(blocks, threads, [&](long number, const Block& block) { workers[number]->run(block); });
 }
 
 void score_backward(const Scoring& p) {
+    const ScoreWork work(p);
+    const long threads = useful_threads(p.threads, 3 * work.rows * p.heads * p.k.width, p.batch * p.tokens);
     std::vector<std::unique_ptr<ScoreBackward>> workers;
-    for (long i = 0; i < p.threads; ++i) workers.push_back(std::make_unique<ScoreBackward>(p));
-    const long bytes = p.most_rows * padded(p.heads / p.sets) * sizeof(float);
-    Rounds(p.batch, p.tokens, p.sets, bytes, p.threads)
+    for (long i = 0; i < threads; ++i) workers.push_back(std::make_unique<ScoreBackward>(p));
+    Rounds(p.batch, p.tokens, p.sets, work.most_rows * padded(p.heads / p.sets) * sizeof(float), threads)
         .run([&](long number, const Block& block, Unit* units) { workers[number]->run(block, units); },
-             [&](long number, const Unit& unit) { workers[number]->add(unit, Share(number, p.threads, p.k.width)); }, [](const Unit&) {});
+             [&](long number, const Unit& unit) { workers[number]->add(unit, Share(number, threads, p.k.width)); }, [](const Unit&) {});
 }
 
 }  // namespace csakit

@@ -42,6 +42,12 @@ void in_parallel(long threads, F body) {
     for (auto& thread : others) thread.join();
 }
 
+// How many of the threads there are a call should use: each needs enough multiplications to be worth its start.
+inline long useful_threads(long threads, long multiplications, long blocks) {
+    const long worth = 1l << 22;
+    return std::max(1l, std::min({threads, multiplications / worth, blocks}));
+}
+
 // Consecutive queries of one batch row.
 struct Block {
     long batch, begin, end;
