@@ -8,7 +8,7 @@ PRESETS = {
     "tiny": RunConfig(
         model=ModelConfig(num_attention_heads=4),
         data=DataConfig(sequence_length=512, heldout_rows=16),
-        dense=StageConfig(steps=400, rows=2, learning_rate=3e-3, ramp=30),
+        dense=StageConfig(steps=320, rows=2, learning_rate=3e-3, ramp=30),
         warmup=StageConfig(steps=60, rows=2, indexer_learning_rate=3e-3, ramp=5, evaluate_every=15),
         sparse=StageConfig(steps=80, rows=2, learning_rate=6e-4, indexer_learning_rate=1e-3, ramp=10),
     ),
