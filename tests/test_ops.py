@@ -8,6 +8,7 @@ from helpers import Sizes, chain, random_inputs
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import csakit
+import csakit.ops  # defines the ops: names of the package are imported when first used
 from csakit import Layout
 
 DEFINED = sorted(name for name in torch._C._dispatch_get_all_op_names() if name.startswith("csakit::"))
