@@ -45,7 +45,7 @@ def sharded_objective(rank: int, ranks: int, group, inputs: dict, sizes: Sizes) 
 
 
 def test_real_process_groups_of_two_and_four_head_ranks_equal_the_whole(tmp_path) -> None:
-    """One head per rank in a group of four; then two groups of two. One head has a sink of +inf, so one rank has no mass at all."""
+    """One head per rank in a group of four; then two groups of two. A sink of +inf leaves one rank without mass; large ones leave all with little."""
     cases = []
     for objective in ("sparse", "dense"):
         sizes = Sizes(heads=4, topk=2, objective=objective)
@@ -53,6 +53,7 @@ def test_real_process_groups_of_two_and_four_head_ranks_equal_the_whole(tmp_path
         inputs.update(entries=inputs["kv"][:, :6] + 1, k_index=inputs["index_values"][:, :6, :3])
         cases.append((inputs, sizes))
         cases.append((inputs | {"sink": inputs["sink"].index_fill(0, torch.tensor([2]), math.inf)}, sizes))
+        cases.append((inputs | {"sink": inputs["sink"] + 2000}, sizes))  # e^-2000 is 0 without the row maximum
     whole = [sharded_objective(0, 1, None, *case) for case in cases]
     context = torch.multiprocessing.get_context("spawn")
     queue = context.Queue()

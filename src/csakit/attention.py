@@ -98,7 +98,7 @@ def attend(
             validate_indices(indices, layout)
     name, tile = backends.choose(q.device)
     out, lse, mass = ops.Attend.apply(
-        q, kv, entries, values, entry_values, sink, slots, *layout_ranges(layout), _scale(scale, width), value_width, teacher, name, tile
+        q, kv, entries, values, entry_values, sink, slots, *layout_ranges(layout), logit_scale(scale, width), value_width, teacher, name, tile
     )
     return Attention(out, lse, mass.view(indices.shape) if teacher and indices is not None else None)
 
@@ -134,7 +134,7 @@ def teacher_log_mass(
     checks.divides("sets", sets, "heads", heads)
     name, tile = backends.choose(q.device)
     mass = torch.ops.csakit.log_mass(
-        q.detach(), entries.detach(), lse.detach(), slots, *layout_ranges(layout), _scale(scale, width), sets, name, tile
+        q.detach(), entries.detach(), lse.detach(), slots, *layout_ranges(layout), logit_scale(scale, width), sets, name, tile
     )
     if indices is not None:
         return mass.view(indices.shape)
@@ -218,7 +218,7 @@ def _values(
     return result[0], result[1], widths.pop()
 
 
-def _scale(scale: float | None, width: int) -> float:
+def logit_scale(scale: float | None, width: int) -> float:
     if scale is None:
         return float(width) ** -0.5
     checks.number("scale", scale)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import backends, checks, ops
-from .attention import _scale, check_entries, check_lse
+from .attention import check_entries, check_lse, logit_scale
 from .layout import Layout, token_shape
 from .selection import check_index_inputs, check_sets, layout_ranges
 from .selection import index_scale as default_index_scale
@@ -120,7 +120,7 @@ def distill_dense(
     name, tile = backends.choose(q.device)
     loss, kl = ops.DistillDense.apply(
         q_index, k_index, weights, factor, q.detach(), entries.detach(), lse.detach(), *layout_ranges(layout),
-        index_scale, _scale(scale, width), relu, sets, _group_name(group), name, tile,
+        index_scale, logit_scale(scale, width), relu, sets, _group_name(group), name, tile,
     )  # fmt: skip
     return IndexerLoss(loss, kl, divisor)
 
