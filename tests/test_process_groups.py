@@ -45,7 +45,7 @@ def sharded_objective(rank: int, ranks: int, group, inputs: dict, sizes: Sizes) 
 
 
 def test_real_process_groups_of_two_and_four_head_ranks_equal_the_whole(tmp_path) -> None:
-    """One head per rank in a group of four; then two groups of two. A sink of +inf leaves one rank without mass; large ones leave all with little."""
+    """One head per rank in a group of four; then two groups of two. One case has a rank without mass, one has little mass on all."""
     cases = []
     for objective in ("sparse", "dense"):
         sizes = Sizes(heads=4, topk=2, objective=objective)

@@ -97,8 +97,9 @@ def attend(
         if checks.debugging():
             validate_indices(indices, layout)
     name, tile = backends.choose(q.device)
+    scale = logit_scale(scale, width)
     out, lse, mass = ops.Attend.apply(
-        q, kv, entries, values, entry_values, sink, slots, *layout_ranges(layout), logit_scale(scale, width), value_width, teacher, name, tile
+        q, kv, entries, values, entry_values, sink, slots, *layout_ranges(layout), scale, value_width, teacher, name, tile
     )
     return Attention(out, lse, mass.view(indices.shape) if teacher and indices is not None else None)
 
