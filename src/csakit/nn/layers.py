@@ -20,7 +20,7 @@ from csakit import IndexerLoss, Layout, Selection, checks
 from .config import CSA, HCA, SLIDING, HybridAttentionConfig
 from .functional import AttendInputs, IndexInputs, Objective, attend_and_distill
 from .parts import Compressor, Float32Parameters, GroupedLinear, LightningIndexer, RMSNorm, check_config, layout_of_layer, unit_rows
-from .rotary import angles_at, rotate
+from .rotary import Angles, angles_at, rotate
 
 
 class LayerStats(NamedTuple):
@@ -109,22 +109,37 @@ class SlidingWindowAttention(Float32Parameters):
         config = self.config
         layout = layout_of_layer(hidden, layout, config, self.ratio)
         hidden = torch.where(layout.valid[..., None], hidden, 0)  # 0 * NaN would reach the gradients of the weights
-        latent = self.q_norm(self.wq_a(hidden))
-        angles = angles_at(layout.positions, hidden, config, compressed=self.ratio > 0)
-        q = unit_rows(self.wq_b(latent).unflatten(-1, (config.num_attention_heads, config.head_dim)), config.rms_norm_eps)
-        kv = rotate(self.kv_norm(self.wkv(hidden)), angles)
-        inputs = AttendInputs(rotate(q, angles), kv, self._entries(hidden, layout), self.attn_sink, config.head_dim**-0.5)
+        inputs, latent, angles = self.project(hidden, layout)
         index, selection = self._select(hidden, latent, layout)
         kind = "off" if index is None or not config.distills else config.indexer_loss
         objective = Objective(kind, config.denominator, token_weight, divisor)
         attention, loss = attend_and_distill(inputs, layout, index=index, selection=selection, objective=objective)
-        heads = rotate(attention.out, angles, inverse=True)
-        out = self.wo_b(self.wo_a(heads.flatten(2).unflatten(-1, (config.o_groups, -1))).flatten(2))
+        out = self.output(attention.out, angles)
         stats = LayerStats(attention.lse, None if selection is None else selection.indices, attention.log_mass)
         if loss is None:
             return LayerOutput(out, None, stats)
         out = csakit.attach_loss(out, loss.loss, weight=config.indexer_loss_coef or 0.0)
         return LayerOutput(out, loss._replace(loss=loss.loss.detach()), stats)
+
+    def project(self, hidden: Tensor, layout: Layout) -> tuple[AttendInputs, Tensor, Angles]:
+        """What `csakit.attend` needs, the query latent [B, T, r] and the rotation of the tokens; the first part of the forward.
+
+        Args:
+            hidden: [B, T, d], normed; 0 on padding.
+            layout: with the layer's own ratio.
+        """
+        config = self.config
+        latent = self.q_norm(self.wq_a(hidden))
+        angles = angles_at(layout.positions, hidden, config, compressed=self.ratio > 0)
+        q = unit_rows(self.wq_b(latent).unflatten(-1, (config.num_attention_heads, config.head_dim)), config.rms_norm_eps)
+        kv = rotate(self.kv_norm(self.wkv(hidden)), angles)
+        inputs = AttendInputs(rotate(q, angles), kv, self._entries(hidden, layout), self.attn_sink, config.head_dim**-0.5)
+        return inputs, latent, angles
+
+    def output(self, heads: Tensor, angles: Angles) -> Tensor:
+        """The layer's output [B, T, d] from that of `csakit.attend` [B, T, H, D]; the last part of the forward."""
+        turned = rotate(heads, angles, inverse=True)
+        return self.wo_b(self.wo_a(turned.flatten(2).unflatten(-1, (self.config.o_groups, -1))).flatten(2))
 
     def _entries(self, hidden: Tensor, layout: Layout) -> Tensor | None:
         """The compressed entries [B, E, D] this kind attends."""
