@@ -167,50 +167,6 @@ def test_positions_that_skip_inside_a_known_document_only_turn_the_rotations() -
         assert gap(one[20:], two[20:]) > 0.01
 
 
-def test_unpadded_generation_gives_the_stock_tokens_with_and_without_the_cache() -> None:
-    model, ids = tiny().eval(), tokens(2, 21)
-    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    stock = model.generate(ids, **options)
-    with install(model):
-        assert torch.equal(model.generate(ids, **options), stock)
-        assert torch.equal(model.generate(ids, use_cache=False, **options), stock)
-
-
-def test_chunked_prefill_and_decode_with_a_cache_give_the_stock_logits() -> None:
-    model, ids = tiny().eval(), tokens(1, 40)
-
-    def chunks() -> Tensor:
-        cache, parts = None, []
-        for part in ids.split([7, 9, 20, 1, 1, 1, 1], dim=1):
-            out = model(part, cache=cache, use_cache=True)
-            cache = out.cache
-            parts.append(out.logits)
-        return torch.cat(parts, 1)
-
-    with torch.no_grad():
-        stock = chunks()
-        with install(model):
-            assert torch.equal(chunks(), stock)
-
-
-def test_left_padded_generation_without_a_cache_gives_what_each_prompt_gives_alone() -> None:
-    model, ids = tiny().eval(), tokens(1, 21)
-    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, "use_cache": False}
-    with install(model):
-        alone = model.generate(ids, **options)[:, 21:]
-        padded, mask = torch.nn.functional.pad(ids, (10, 0)), torch.nn.functional.pad(torch.ones_like(ids), (10, 0))
-        assert torch.equal(model.generate(padded, attention_mask=mask, **options)[:, 31:], alone)
-
-
-def test_a_forward_builds_a_cache_only_when_asked() -> None:
-    model, ids = tiny(), tokens(1, 20)
-    with install(model):
-        assert model(ids).cache is None
-        with torch.no_grad():
-            assert model.eval()(ids).cache is None
-            assert model(ids, use_cache=True).cache.get_seq_length() == 20
-
-
 REFUSED_DOCUMENTS = {
     "4-D mask": ({"attention_mask": torch.ones(2, 1, 20, 20)}, r"attention_mask must be \[rows, tokens\]"),
     "mask of another length": ({"attention_mask": torch.ones(2, 19, dtype=torch.long)}, r"attention_mask must be .* got \[2, 19\]"),
@@ -254,29 +210,3 @@ def test_a_layout_that_does_not_fit_is_refused(case: str) -> None:
         handle.layout = layout
         with pytest.raises(error, match=message):
             handle.model(tokens(2, 20))
-
-
-LEFT_PADDED = torch.tensor([[0] * 4 + [1] * 16] * 2)
-REFUSED_CACHES = {
-    "padding": ("sparse", {"attention_mask": LEFT_PADDED}, "pools padding into compressed entries"),
-    "packed": ("sparse", {"cu_seqlens": torch.tensor([0, 20])}, "pools entries across packed documents"),
-    "positions with an offset": (
-        "sparse",
-        {"position_ids": torch.arange(3, 23)[None]},
-        r"with a cache of 0 tokens position_ids must be 0, 1",
-    ),
-    "dense attention": ("dense", {}, "the stock layers select entries, this stage attends to all"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED_CACHES)
-def test_a_cached_forward_that_would_come_out_wrong_is_refused(case: str) -> None:
-    stage, arguments, message = REFUSED_CACHES[case]
-    with install(tiny().eval()) as handle, torch.no_grad(), pytest.raises(ValueError, match=message):
-        handle.stage(stage)
-        handle.model(tokens(2, 20), use_cache=True, **arguments)
-
-
-def test_training_with_a_cache_is_refused() -> None:
-    with install(tiny()) as handle, pytest.raises(ValueError, match="train no indexer"):
-        handle.model(tokens(2, 20), use_cache=True)

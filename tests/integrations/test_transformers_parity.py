@@ -105,7 +105,7 @@ def _other_layout(monkeypatch: pytest.MonkeyPatch, change) -> None:
 
 
 def _before_norm(monkeypatch: pytest.MonkeyPatch) -> None:
-    def entries(module, hidden, call, *, overlap):
+    def entries(module, hidden, call, *, name, overlap):
         values, gates = module.kv_proj(hidden), module.gate_proj(hidden)
         pooled = csakit.compress(values, gates, module.position_bias, call.layout, overlap=overlap).unsqueeze(1)
         at = call.layout.to_entries(call.position_ids)

@@ -1,7 +1,7 @@
 """The functions csakit registers with Transformers under the name "csakit".
 
-The attention function serves every layer of a model that csakit is installed in. A forward that stepped aside (a cache is
-in use) carries no call: it gets the library's own eager attention and the mask that belongs to it.
+The attention function serves every layer of a model that csakit is installed in. A layer that is called by itself, without its
+model, carries no call: it gets the library's own eager attention and the mask it was given.
 """
 
 from __future__ import annotations
@@ -64,4 +64,4 @@ def _stock(module: Any) -> Callable[..., tuple[Tensor, Tensor | None]]:
         function = getattr(sys.modules.get(kind.__module__), "eager_attention_forward", None)
         if function is not None:
             return function
-    raise RuntimeError(f"no eager attention is defined beside {type(module).__name__}; call handle.remove() before using a cache")
+    raise RuntimeError(f"no eager attention is defined beside {type(module).__name__}; call handle.remove() first")

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from csakit import Layout
 from csakit.nn.functional import AttendInputs, IndexInputs, compressed_entries, index_inputs
 
 from .forwards import Call
@@ -82,11 +83,12 @@ class DeepseekV4Adapter:
         return [*(kind.forward for kind in kinds), host.apply_rotary_pos_emb]
 
     def views(self, call: Call, query: Tensor, key: Tensor, sink: Tensor, scaling: float) -> AttendInputs:
-        """The host's [B, H, T, D] queries and [B, 1, T + E, D] keys, as views: keys are values, and entries lie behind the window's."""
-        tokens = query.shape[2]
+        """The host's [B, H, T, D] queries and [B, 1, kv rows + E, D] keys, as views: keys are values, entries lie behind the kv rows."""
         kv = key[:, 0]
-        entries = None if call.site.attention.compressor is None else kv[:, tokens:]
-        return AttendInputs(query.transpose(1, 2), kv[:, :tokens], entries, sink, scaling)
+        if call.site.attention.compressor is None:
+            return AttendInputs(query.transpose(1, 2), kv, None, sink, scaling)
+        rows = kv.shape[1] - call.layout.num_entries
+        return AttendInputs(query.transpose(1, 2), kv[:, :rows], kv[:, rows:], sink, scaling)
 
     def _site(self, name: str, attention: Any) -> LayerSite:
         compressor = attention.compressor
@@ -101,7 +103,7 @@ class DeepseekV4Adapter:
         call = position_ids
         if not isinstance(call, Call):
             return type(module).forward(module, hidden_states, q_residual, call, cache, layer_idx)
-        entries = _entries(module, hidden_states, call, overlap=call.site.indexer is not None)
+        entries = _entries(module, hidden_states, call, name="compressor", overlap=call.site.indexer is not None)
         if call.needs_indexer:
             module.indexer(hidden_states, q_residual, call, cache, layer_idx)
         return entries.unsqueeze(1), None
@@ -122,7 +124,7 @@ def _project(module: Any, hidden_states: Tensor, q_residual: Tensor, call: Call)
         q_residual,
         call.position_ids,
         queries=module.q_b_proj,
-        keys=lambda hidden: _entries(module, hidden, call, overlap=True),
+        keys=lambda hidden: _entries(module, hidden, call, name="indexer", overlap=True),
         gate=module.scorer.weights_proj,
         rotate=lambda q, positions: _rotate(module, q, positions, like=hidden_states, unsqueeze_dim=2),
         width=module.head_dim,
@@ -130,18 +132,29 @@ def _project(module: Any, hidden_states: Tensor, q_residual: Tensor, call: Call)
     )
 
 
-def _entries(module: Any, hidden_states: Tensor, call: Call, *, overlap: bool) -> Tensor:
-    """The compressed entries [B, E, D] of a compressor or an indexer: pooled inside documents, normed, rotated at their first token."""
-    return compressed_entries(
-        module.kv_proj(hidden_states),
-        module.gate_proj(hidden_states),
-        module.position_bias,
-        call.position_ids,
-        call.layout,
-        norm=module.kv_norm,
-        rotate=lambda entries, positions: _rotate(module, entries.unsqueeze(1), positions, like=entries, unsqueeze_dim=1).squeeze(1),
-        overlap=overlap,
-    )
+def _entries(module: Any, hidden_states: Tensor, call: Call, *, name: str, overlap: bool) -> Tensor:
+    """The compressed entries [B, E, D] of a compressor or an indexer: pooled inside documents, normed, rotated at their first token.
+
+    With a cache, those of the whole row; `name` is what it keeps them under.
+    """
+
+    def pool(values: Tensor, gates: Tensor, positions: Tensor, layout: Layout) -> Tensor:
+        return compressed_entries(
+            values,
+            gates,
+            module.position_bias,
+            positions,
+            layout,
+            norm=module.kv_norm,
+            rotate=lambda entries, at: _rotate(module, entries.unsqueeze(1), at, like=entries, unsqueeze_dim=1).squeeze(1),
+            overlap=overlap,
+        )
+
+    values, gates = module.kv_proj(hidden_states), module.gate_proj(hidden_states)
+    past, site = call.forward.past, call.site
+    if past is None:
+        return pool(values, gates, call.position_ids, call.layout)
+    return past.entries(site.attention.layer_idx, name, values, gates, pool, ratio=site.ratio, overlap=overlap)
 
 
 def _rotate(module: Any, x: Tensor, position_ids: Tensor, *, like: Tensor, unsqueeze_dim: int) -> Tensor:

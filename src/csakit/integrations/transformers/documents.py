@@ -7,6 +7,7 @@ lengths, then sequence numbers, then positions. The attention mask always remove
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -89,6 +90,21 @@ def _without_padding(documents: Layout, mask: Tensor, ratio: int, window: int) -
         if ((number[:, 1:] == seen) & (number[:, 1:] >= 0) & (number[:, :-1] != number[:, 1:])).any():
             raise ValueError("attention_mask has a hole inside a document; padding may lie before, behind and between documents only")
     return Layout.from_document_ids(number, ratio=ratio, window=window)
+
+
+def queries_of(layout: Layout, start: int, stop: int) -> Layout:
+    """The layout of the queries start .. stop - 1 of a whole row, with the kv rows their windows reach back to and all entries."""
+    halo = min(max(layout.window - 1, 0), start)
+    part = slice(start, stop)
+    return replace(
+        layout,
+        positions=layout.positions[:, part],
+        valid=layout.valid[:, part],
+        window_start=layout.window_start[:, part] - (start - halo),
+        entry_start=layout.entry_start[:, part],
+        entry_stop=layout.entry_stop[:, part],
+        kv_offset=halo,
+    )
 
 
 def of_shape(name: str, value: Any, rows: int, tokens: int) -> Tensor | None:

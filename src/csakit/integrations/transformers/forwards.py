@@ -7,8 +7,9 @@ model, so a recomputation under gradient checkpointing sees the forward it belon
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,6 +20,10 @@ from csakit.nn.functional import AttendInputs, IndexInputs, Objective, attend_an
 
 from .measurement import Measurement
 from .protocol import IndexerAdapter, LayerSite
+from .selections import scores_of
+
+if TYPE_CHECKING:
+    from .generation import Past
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,9 @@ class Forward:
         weight: Callable[[], float | Tensor],
         divisor: float | Tensor | None,
         measurement: Measurement | None,
+        past: Past | None = None,
+        replayed: Mapping[str, Tensor] | None = None,
+        recording: bool = False,
     ) -> None:
         self.plan = plan
         self.adapter = adapter
@@ -51,13 +59,18 @@ class Forward:
         self.weight = weight
         self.divisor = divisor
         self.measurement = measurement
+        self.past = past
+        self.replayed = {} if replayed is None else replayed  # layer name -> picks [B, T, K] that stand instead of the indexer's own
         self.losses: dict[str, Tensor] = {}
-        self._layouts = {layout.ratio: layout}
+        self.picks: dict[str, tuple[Tensor, Layout]] | None = {} if recording else None
+        self.documents = layout
+        self._layouts: dict[int, Layout] = {}
 
     def layout(self, ratio: int) -> Layout:
-        """The documents of this forward for layers of one compression ratio; made once."""
+        """The documents of this forward's tokens for layers of one compression ratio; made once."""
         if ratio not in self._layouts:
-            self._layouts[ratio] = next(iter(self._layouts.values())).with_ratio(ratio)
+            layout = self.documents.with_ratio(ratio)
+            self._layouts[ratio] = layout if self.past is None else self.past.queries(layout)
         return self._layouts[ratio]
 
 
@@ -93,9 +106,23 @@ class Call:
             self.index = project()
             if not self.forward.plan.selects:
                 return None
-            q, k, weights, scale = self.index
-            self.selection = csakit.select(q, k, weights, self.site.topk, self.layout, scale=scale)
+            picks = self.forward.replayed.get(self.site.name)
+            if picks is None:
+                q, k, weights, scale = self.index
+                self.selection = csakit.select(q, k, weights, self.site.topk, self.layout, scale=scale)
+            else:
+                self.selection = csakit.Selection(picks, scores_of(self.index, picks, self.layout))
+        if self.forward.picks is not None:
+            self._record(self.forward.picks, self.selection.indices)
         return self.selection.indices
+
+    def _record(self, picks: dict[str, tuple[Tensor, Layout]], indices: Tensor) -> None:
+        """Keeps the picks with the forward, or with the cache, whose rows may still be reordered."""
+        past = self.forward.past
+        if past is None:
+            picks[self.site.name] = indices, self.layout
+        else:
+            past.cache.layers[self.site.attention.layer_idx].record(self.site.name, indices)
 
     def attend(self, inputs: AttendInputs) -> Tensor:
         """The attention output [B, T, H, D], with the indexer's loss attached and measurements taken where asked for."""

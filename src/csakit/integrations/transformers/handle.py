@@ -1,4 +1,4 @@
-"""install() and the Handle: csakit's attention and the indexer's objective inside a stock Transformers model, reversibly."""
+"""The Handle: csakit's attention and the indexer's objective inside a stock Transformers model, reversibly."""
 
 from __future__ import annotations
 
@@ -16,81 +16,24 @@ from torch import Tensor, nn
 from csakit import Layout
 
 from .attention import CARRIER, NAME, register
-from .deepseek_v4 import DeepseekV4Adapter
 from .documents import layout_of, of_shape
 from .forwards import Call, Forward, Plan
-from .generation import check_cached
 from .measurement import Measurement
-from .protocol import IndexerAdapter, LayerSite, changed_sources
-from .settings import DENOMINATORS, FREEZES, OBJECTIVES, STAGES, check_share, coefficient, finite_number, one_of
+from .protocol import IndexerAdapter, LayerSite
+from .selections import Selections
+from .settings import STAGES, coefficient, finite_number, one_of
+from .trainable import Trainable
 
-ADAPTERS: tuple[IndexerAdapter, ...] = (DeepseekV4Adapter(),)
-_MARK = "_csakit_handle"
+MARK = "_csakit_handle"  # where a backbone keeps its handle
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-def install(
-    model: nn.Module,
-    *,
-    objective: str = "sparse",
-    coef: float | None = 1.0,
-    share: str = "own",
-    denominator: str = "attended",
-    freeze: str = "none",
-    strict: bool = True,
-) -> Handle:
-    """The handle of csakit inside this model: its layers run csakit's attention, and backward trains its indexers.
-
-    The loss is attached to the output of each layer that owns an indexer, so a plain `loss.backward()` trains it. Weights
-    stay the model's own and nothing is patched on classes. Installing again returns the same handle with the new settings.
-    Apply PEFT before: who trains in a stage is decided among the parameters that train when csakit comes in.
-
-    Args:
-        model: a stock model, or a wrapper around one.
-        objective: "sparse" (selection and the objective over it), "dense" (attention and objective over every visible entry) or
-            "off" (selection, no objective).
-        coef: weight of the loss; None and 0 do no loss work and leave the indexers without gradient.
-        share: "own". Other models will let one indexer serve several layers.
-        denominator: of the sparse objective's teacher, "attended" (the layer's own softmax) or "visible" (a dense pass).
-        freeze: "none", or "backbone": only the indexers train.
-        strict: refuse a library whose functions are not those this was proven on.
-
-    Raises:
-        TypeError: a model of an unknown type, or coef is not a number.
-        ValueError: an unknown setting, or a configuration csakit cannot run faithfully.
-        RuntimeError: with `strict`, a changed function of the library; a layer that something else has patched; csakit already in a part
-            of this model.
-    """
-    one_of("objective", objective, OBJECTIVES)
-    one_of("denominator", denominator, DENOMINATORS)
-    one_of("freeze", freeze, FREEZES)
-    coef = coefficient(coef)
-    check_share(share)
-    adapter = _adapter(model)
-    backbone = adapter.backbone(model)
-    handle = backbone.__dict__.get(_MARK)
-    if handle is None:
-        adapter.check(backbone)
-        changed = changed_sources(adapter, backbone)
-        if strict and changed:
-            raise RuntimeError(
-                f"this version of transformers changed {', '.join(changed)}, which csakit replaces or "
-                "relies on. Install csakit[hf], or pass strict=False and compare logits with the stock model yourself"
-            )
-        handle = Handle(model, adapter, backbone)
-    elif all(module is not model for module in handle.model.modules()):
-        raise RuntimeError(f"csakit is already installed in a part of this {type(model).__name__}; remove that handle first")
-    handle._configure(objective=objective, denominator=denominator, freeze=freeze, coef=coef)
-    handle._attach()
-    return handle
 
 
 class Handle:
     """csakit inside one model. A context manager: leaving it removes csakit.
 
     Attributes:
-        divisor: what the sum of the indexer's losses is divided by: None (the real tokens of the forward), a number or a tensor
-            (one global count, with gradient accumulation).
+        divisor: what the sum of the indexer's losses is divided by: a number or a tensor (one count for all that an optimizer step sees),
+            or None: the forward's `num_items_in_batch` if it has one (the Trainer's such count), else the real tokens of the forward.
         layout: the documents of the next forwards, or None: derived from their arguments.
     """
 
@@ -106,11 +49,13 @@ class Handle:
         self._backbone = backbone
         self._sites = adapter.layers(backbone)
         self._arguments = list(signature(type(backbone).forward).parameters)[1:]
-        self._requires_grad: dict[int, tuple[nn.Parameter, bool]] = {}  # by id: who trained when csakit first saw it
+        self._trainable = Trainable(model, self._sites)
         self._plan = Plan(selects=True, objective="off", coef=0.0, denominator="attended")
         self._last: Forward | None = None
         self._measurement: Measurement | None = None
         self._measuring = False
+        self._recorded: list[Any] | None = None  # while recording: the forwards, and caches in place of the forwards that used them
+        self._replayed: Selections | None = None
         self._undo: list[Callable[[], Any]] = []  # functions of this model, not closures: a deep copy of the model has its own handle
 
     # who trains, and for what
@@ -129,12 +74,12 @@ class Handle:
         self._check_installed()
         selects, objective, trains = STAGES[one_of("stage", name, tuple(STAGES))]
         self._set_plan(selects=selects, objective=objective)
-        self._set_trainable(trains)
+        self._trainable.restrict(trains)
         return self
 
     def indexer_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Name and parameter of everything under an indexer, trainable or not."""
-        owned = self._indexer_ids()
+        owned = self._trainable.indexers()
         return ((name, parameter) for name, parameter in self.model.named_parameters() if id(parameter) in owned)
 
     def trainable_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -210,12 +155,59 @@ class Handle:
         finally:
             self._measuring = False
 
+    # selections as data
+
+    @contextmanager
+    def record(self) -> Iterator[Selections]:
+        """A context that yields a record, filled when it ends with what the indexers picked in the forwards inside.
+
+        Forwards with a cache count as one: prefill, chunks and decoded tokens of a `generate` are one batch of documents.
+
+        Raises:
+            ValueError: a stage whose attention selects nothing, or (at the end) a cache whose first tokens were not recorded.
+            RuntimeError: a recording inside another, or a removed handle.
+        """
+        self._check_installed()
+        if self._recorded is not None:
+            raise RuntimeError("a recording is already open")
+        if not self._plan.selects:
+            raise ValueError("attention over every visible entry selects nothing to record; use handle.stage('sparse')")
+        record, self._recorded = Selections(), []
+        try:
+            yield record
+            record.fill(self._recorded)
+        finally:
+            self._recorded = None
+
+    @contextmanager
+    def replay(self, record: Selections) -> Iterator[None]:
+        """A context whose forwards attend to the picks of a record, bit for bit, instead of selecting.
+
+        The indexer scores those picks, and its objective is taken over them. Each forward must hold the documents of the record, padded
+        or packed in any way: give each micro-batch its `record[i:j]`.
+
+        Raises:
+            TypeError: not a record.
+            ValueError: a stage whose attention selects nothing; in a forward, a cache or a record that does not fit (`Selections.in_rows`).
+            RuntimeError: the handle was removed.
+        """
+        self._check_installed()
+        if not isinstance(record, Selections):
+            raise TypeError(f"replay needs a csakit Selections, from handle.record() or Selections.load; got {type(record).__name__}")
+        if not self._plan.selects:
+            raise ValueError("attention over every visible entry replays no selection; use handle.stage('sparse')")
+        before, self._replayed = self._replayed, record
+        try:
+            yield
+        finally:
+            self._replayed = before
+
     # coming and going
 
     def remove(self) -> None:
         """Gives the stock model back: forwards, hooks, configuration and requires_grad as they were. Removing twice is fine."""
         if self._undo:
-            self._restore_requires_grad()
+            self._trainable.restore()
         while self._undo:
             self._undo.pop()()
 
@@ -229,7 +221,8 @@ class Handle:
         if not self._undo:
             raise RuntimeError("this handle was removed; call install(model) again")
 
-    def _attach(self) -> None:
+    def attach(self) -> None:
+        """Puts csakit into the model; nothing where it is already."""
         if self._undo:
             return
         register()
@@ -240,7 +233,7 @@ class Handle:
                     self._replace_forward(module, forward)
                 self._hook(site.attention.register_forward_pre_hook(partial(self._enter, site), with_kwargs=True))
             self._hook(self._backbone.register_forward_pre_hook(self._begin, with_kwargs=True))
-            self._set(self._backbone, _MARK, self)
+            self._set(self._backbone, MARK, self)
         except BaseException:
             self.remove()
             raise
@@ -272,35 +265,72 @@ class Handle:
     # one forward
 
     def _begin(self, backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        """The backbone's arguments with this forward's documents among them; unchanged where csakit steps aside for a cache."""
+        """The backbone's arguments with this forward's documents, and its cache if it has one, among them."""
         inputs = {**dict(zip(self._arguments, args)), **kwargs}
         self._check_options(inputs)
-        if any(inputs.get(name) is not None for name in ("cache", "past_key_values")) or inputs.get("use_cache"):
-            check_cached(inputs, self._plan, self.layout, training=backbone.training and torch.is_grad_enabled())
-            return None
         tokens = inputs.get("input_ids") if inputs.get("input_ids") is not None else inputs.get("inputs_embeds")
         if tokens is None:
             return None  # the model says what is missing
         rows, length = tokens.shape[:2]
-        given = of_shape("position_ids", inputs.get("position_ids"), rows, length)
-        ratio, window = self._sites[0].ratio, backbone.config.sliding_window
-        layout = layout_of(inputs, rows, length, ratio=ratio, window=window, explicit=self.layout)
-        forward = Forward(
-            self._plan,
-            self._adapter,
-            layout,
-            layout.positions.long() if given is None else given,
-            weight=partial(self._loss_weight, self._plan.coef),
-            divisor=self.divisor,
-            measurement=self._measurement if self._measuring else None,
-        )
-        if torch.is_grad_enabled():
+        forward = self._forward(inputs, rows, length)
+        if torch.is_grad_enabled() and forward.past is None:
             self._last = forward
         embeds = inputs.get("inputs_embeds")
         if embeds is not None and self._input_must_require_grad() and not embeds.requires_grad:
             inputs["inputs_embeds"] = embeds.detach().requires_grad_()
-        # the library takes a mask that is already built as a dict; None in it: no mask is built, visibility is in the layout
-        return (), {**inputs, "attention_mask": {NAME: None}, "position_ids": forward.position_ids, "use_cache": False, CARRIER: forward}
+        inputs.pop("past_key_values", None)  # the library's old name of `cache`
+        return (), {
+            **inputs,
+            # the library takes a mask that is already built as a dict; None in it: no mask is built, visibility is in the layout
+            "attention_mask": {NAME: None},
+            "position_ids": forward.position_ids,
+            "cache": None if forward.past is None else forward.past.cache,
+            "use_cache": False,  # one is here already
+            CARRIER: forward,
+        }
+
+    def _forward(self, inputs: dict[str, Any], rows: int, length: int) -> Forward:
+        """What the layers of this forward share."""
+        config, ratio, past = self._backbone.config, self._sites[0].ratio, None
+        plan = self._plan
+        if inputs.get("use_cache") or any(inputs.get(name) is not None for name in ("cache", "past_key_values")):
+            from .generation import go_on
+
+            self._check_cached()
+            past = go_on(inputs, plan, config, rows, length, ratio)
+            layout, positions = past.layout, past.positions[:, past.start :]
+            plan = replace(plan, objective="off")
+        else:
+            layout = layout_of(inputs, rows, length, ratio=ratio, window=config.sliding_window, explicit=self.layout)
+            given = of_shape("position_ids", inputs.get("position_ids"), rows, length)
+            positions = layout.positions.long() if given is None else given
+        forward = Forward(
+            plan,
+            self._adapter,
+            layout,
+            positions,
+            weight=partial(self._loss_weight, plan.coef),
+            divisor=inputs.get("num_items_in_batch") if self.divisor is None else self.divisor,
+            measurement=self._measurement if self._measuring else None,
+            past=past,
+            recording=self._recorded is not None,
+        )
+        if self._replayed is not None:
+            forward.replayed = self._replayed.in_rows(self._sites, forward.layout)
+        if self._recorded is not None:
+            source = forward if past is None else past.cache
+            if all(source is not other for other in self._recorded):
+                self._recorded.append(source)
+        return forward
+
+    def _check_cached(self) -> None:
+        """Raises ValueError where a forward cannot have a cache: it should train, is replayed, or has documents in words of the handle."""
+        if self._backbone.training and torch.is_grad_enabled():
+            raise ValueError("a forward with a cache trains no indexer; pass use_cache=False (csakit's default) while training")
+        if self._replayed is not None:
+            raise ValueError("a replay needs whole rows; pass use_cache=False")
+        if self.layout is not None:
+            raise ValueError("a cache holds one document per row; set handle.layout to None, or pass use_cache=False")
 
     def _enter(self, site: LayerSite, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         forward = kwargs.get(CARRIER)
@@ -335,54 +365,31 @@ class Handle:
 
     # settings
 
-    def _configure(self, *, objective: str, denominator: str, freeze: str, coef: float) -> None:
+    def configure(self, *, objective: str, denominator: str, freeze: str, coef: float) -> None:
+        """Takes over the settings of `install`, already checked."""
         self._plan = replace(self._plan, coef=coef, denominator=denominator)
         self._set_plan(selects=objective != "dense", objective=objective)
         if freeze == "backbone":
-            self._set_trainable("indexer")
+            self._trainable.restrict("indexer")
         else:
-            self._restore_requires_grad()
+            self._trainable.restore()
 
     def _set_plan(self, *, selects: bool, objective: str) -> None:
         if objective != "off" and all(site.indexer is None for site in self._sites):
             raise ValueError(f"objective {objective!r} needs a layer with an indexer; this model has none. Use objective='off'")
         self._plan = replace(self._plan, selects=selects, objective=objective)
 
-    def _set_trainable(self, trains: str) -> None:
-        owned = self._indexer_ids()
-        parameters = self._parameters()
-        any_indexer = any(trainable for parameter, trainable in parameters if id(parameter) in owned)
-        for parameter, trainable in parameters:
-            is_indexer = id(parameter) in owned
-            candidate = trainable or (is_indexer and not any_indexer and parameter.is_floating_point())
-            parameter.requires_grad_(candidate and trains in ("everything", "indexer" if is_indexer else "backbone"))
-            if not parameter.requires_grad:
-                parameter.grad = None  # an optimizer would still step on it
 
-    def _restore_requires_grad(self) -> None:
-        for parameter, trainable in self._parameters():
-            parameter.requires_grad_(trainable)
+def handle_of(model: nn.Module) -> Handle:
+    """The handle of the csakit inside this model or a part of it.
 
-    def _parameters(self) -> list[tuple[nn.Parameter, bool]]:
-        """The model's parameters now, each with whether it trained when it was first seen (a resized embedding is a new one)."""
-        return [
-            self._requires_grad.setdefault(id(parameter), (parameter, parameter.requires_grad)) for parameter in self.model.parameters()
-        ]
-
-    def _indexer_ids(self) -> set[int]:
-        return {id(parameter) for site in self._sites if site.indexer is not None for parameter in site.indexer.parameters()}
-
-
-def _adapter(model: nn.Module) -> IndexerAdapter:
-    kinds = (
-        [getattr(getattr(module, "config", None), "model_type", None) for module in model.modules()] if isinstance(model, nn.Module) else []
-    )
-    kind = next((kind for kind in kinds if kind is not None), None)
-    for adapter in ADAPTERS:
-        if kind in adapter.model_types:
-            return adapter
-    known = ", ".join(name for adapter in ADAPTERS for name in adapter.model_types)
-    raise TypeError(f"install knows the model types {known}; got {type(model).__name__} of model type {kind!r}")
+    Raises:
+        RuntimeError: there is none.
+    """
+    handle = next((module.__dict__[MARK] for module in model.modules() if MARK in module.__dict__), None)
+    if handle is None:
+        raise RuntimeError(f"csakit is not installed in this {type(model).__name__}; call install(model) first")
+    return handle
 
 
 def _drop(module: Any, name: str) -> None:

@@ -38,7 +38,7 @@ class Tap(NamedTuple):
 
 
 class IndexerAdapter(Protocol):
-    """One model family. The handle calls these; a new family implements them and is listed in `handle.ADAPTERS`."""
+    """One model family. The handle calls these; a new family implements them and is listed in `installation.ADAPTERS`."""
 
     model_types: ClassVar[tuple[str, ...]]
     carrier: ClassVar[str]  # the argument of the attention module that it hands to its compressor or indexer and uses for nothing else
