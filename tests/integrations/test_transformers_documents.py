@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 import torch
 from torch import Tensor
+from transformers import DataCollatorWithFlattening
 from v4_model import WINDOW, gap, gradients, next_token_loss, tiny, tokens, worst_gap
 
 from csakit import Layout
@@ -65,6 +66,20 @@ def test_packed_documents_give_the_logits_kl_and_gradients_of_separate_runs(form
         assert worst[0] < 2e-4, worst
     finally:
         handle.layout = None
+
+
+@pytest.mark.parametrize("flash", [False, True])
+@pytest.mark.parametrize("numbered", [False, True])
+def test_every_form_of_the_librarys_flattening_collator_is_understood(flash: bool, numbered: bool) -> None:
+    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=flash, return_seq_idx=numbered, return_tensors="pt")
+    documents = tokens(1, TOTAL)[0].split(LENGTHS)
+    batch = collate([{"input_ids": ids.tolist()} for ids in documents])
+    _, logits, loss, _ = separate("sparse")
+    model = tiny()
+    with install(model) as handle:
+        out = model(**batch)
+        assert max(gap(part.detach(), alone) for part, alone in zip(out.logits[0].split(LENGTHS), logits)) < 1e-5
+        assert float(sum(handle.losses.values())) == pytest.approx(loss, rel=1e-5)
 
 
 def test_no_gradient_crosses_from_one_document_to_another() -> None:

@@ -78,7 +78,7 @@ class DeepseekV4Adapter:
         }
         for layer in backbone.layers:
             attention = layer.self_attn
-            used = (layer, attention, attention.compressor, getattr(attention.compressor, "indexer", None))
+            used = (layer, attention, attention.compressor, _indexer(attention.compressor))
             kinds |= {type(module) for module in used if module is not None}
         return [*(kind.forward for kind in kinds), host.apply_rotary_pos_emb]
 
@@ -92,7 +92,7 @@ class DeepseekV4Adapter:
 
     def _site(self, name: str, attention: Any) -> LayerSite:
         compressor = attention.compressor
-        indexer = getattr(compressor, "indexer", None)
+        indexer = _indexer(compressor)
         ratio = 1 if compressor is None else compressor.compress_rate
         return LayerSite(name, attention, indexer, ratio, 0 if indexer is None else indexer.index_topk)
 
@@ -116,6 +116,13 @@ class DeepseekV4Adapter:
         if not isinstance(call, Call):
             return type(module).forward(module, hidden_states, q_residual, call, cache, layer_idx)
         return call.run_indexer(lambda: _project(module, hidden_states, q_residual, call))
+
+
+def _indexer(compressor: Any) -> Any:
+    """The indexer that runs, None where there is none. PEFT's `modules_to_save` wraps it together with copies, one of which does."""
+    indexer = getattr(compressor, "indexer", None)
+    copies = getattr(indexer, "modules_to_save", None)
+    return indexer if copies is None else copies[indexer.active_adapters[0]]
 
 
 def _project(module: Any, hidden_states: Tensor, q_residual: Tensor, call: Call) -> IndexInputs:
