@@ -18,6 +18,7 @@ from .records import Tally
 from .teachers import denominators, greatest, log_mass, reference_ranks
 
 CV_EDGES = (0.0, 0.3, 0.6, 1.0, 1.5, 2.0, float("inf"))
+RANKED = ("full", "compressed-only")  # the teachers that the oracles select by
 WRONG = ("compressed-only", "sink-only", "window-only")
 
 
@@ -41,9 +42,6 @@ def heads(model: LanguageModel, rows: Tensor, tally: Tally) -> None:
         for head in range(q.shape[2]):
             add(shares.entries[:, late, head], ones, arm=f"head {head}", metric="compressed share")
             add(shares.sink[:, late, head], ones, arm=f"head {head}", metric="sink share")
-            lone = view._replace(inputs=view.inputs._replace(q=q[:, :, head : head + 1]))
-            right, wrong = (log_mass(lone, lse[name][:, :, head : head + 1]) for name in ("full", "compressed-only"))
-            add(_divergence(right, wrong, view)[:, late], ones, arm=f"head {head}", metric="KL of its own two teachers")
         spread = variation(shares.entries)[:, late]
         add(spread, ones, arm="heads", metric="CV of compressed share")
         masses = {name: log_mass(view, lse[name]) for name in ("full", *WRONG)}
@@ -55,6 +53,22 @@ def heads(model: LanguageModel, rows: Tensor, tally: Tally) -> None:
     _walk(model, rows, look)
 
 
+def lone_heads(model: LanguageModel, rows: Tensor, tally: Tally) -> None:
+    """How far the full and the compressed-only teacher of every single head lie apart: not at all, its denominator cancels."""
+
+    def look(view: LayerView, late: slice) -> Tensor:
+        lse, q = denominators(view, arms=RANKED), view.inputs.q
+        for head in range(q.shape[2]):
+            own = slice(head, head + 1)
+            lone = view._replace(inputs=view.inputs._replace(q=q[:, :, own]))
+            right, wrong = (log_mass(lone, lse[name][:, :, own]) for name in RANKED)
+            kl = _divergence(right, wrong, view)[:, late]
+            tally.add(kl, torch.ones_like(kl), layer=layer_number(model, view), arm=f"head {head}", metric="KL of its own two teachers")
+        return view.attend().out
+
+    _walk(model, rows, look)
+
+
 def captures(
     model: LanguageModel, rows: Tensor, students: dict[str, nn.ModuleList], topks: tuple[int, ...], tally: Tally, *, seed: int = 0
 ) -> None:
@@ -62,18 +76,19 @@ def captures(
     generator = torch.Generator().manual_seed(seed)
 
     def look(view: LayerView, late: slice) -> Tensor:
-        lse = denominators(view)
+        lse = denominators(view, arms=RANKED)
         true = log_mass(view, lse["full"])
-        mass = compressed_mass(true)[:, late]
+        seen, mass = true[:, late], compressed_mass(true[:, late])
         add = partial(tally.add, layer=layer_number(model, view))
         bins = _bins(view, lse["full"], late)
 
-        def score(arm: str, topk: int, indices: Tensor) -> None:
-            captured = metrics.captured_mass(true, indices)[:, late]
+        def score(arm: str, topk: int, rank: Tensor) -> None:
+            indices = greatest(rank[:, late], topk)
+            captured = metrics.captured_mass(seen, indices)
             ones = torch.ones_like(captured)
             add(captured, mass, arm=arm, topk=topk, metric="mass-weighted capture")
             add(captured, ones, arm=arm, topk=topk, metric="capture")
-            add(metrics.topk_recall(true, indices)[:, late], ones, arm=arm, topk=topk, metric="recall")
+            add(metrics.topk_recall(seen, indices), ones, arm=arm, topk=topk, metric="recall")
             for number, inside in enumerate(bins):
                 add(captured, inside, arm=arm, topk=topk, metric=f"capture, {bin_name(number)}")
 
@@ -84,14 +99,14 @@ def captures(
             ranks = reference_ranks(view, {"full": true, "compressed-only": log_mass(view, lse["compressed-only"])}, generator)
             for name, rank in ranks.items():
                 for topk in topks:
-                    score(name, topk, greatest(rank, topk))
+                    score(name, topk, rank)
         for arm, own in students.items():
             q, k, weights, scale = index(own, view)
             scores = csakit.index_scores(q, k, weights, view.layout, scale=scale)
             kl = csakit.distill(scores, true, view.layout).kl[:, late]
             add(kl, torch.ones_like(kl), arm=arm, metric="KL to the true teacher")
             for topk in topks:
-                score(arm, topk, greatest(scores, topk))
+                score(arm, topk, scores)
         return view.attend().out
 
     _walk(model, rows, look)
@@ -117,8 +132,7 @@ def referred(name: str, topk: int, seed: int = 0) -> Policy:
     generator = torch.Generator().manual_seed(seed)
 
     def attend(view: LayerView) -> Tensor:
-        lse = denominators(view)
-        masses = {teacher: log_mass(view, lse[teacher]) for teacher in ("full", "compressed-only")}
+        masses = {arm: log_mass(view, lse) for arm, lse in denominators(view, arms=RANKED).items()}
         return view.attend(greatest(reference_ranks(view, masses, generator)[name], topk)).out
 
     return attend

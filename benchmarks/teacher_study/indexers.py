@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -69,7 +69,7 @@ def sparse_loss(teacher: str, denominator: str, topk: int) -> Loss:
     def loss(inputs: IndexInputs, view: LayerView, lse: dict[str, Tensor]) -> Tensor:
         q, k, weights, scale = inputs
         selection = csakit.select(q, k, weights, topk, view.layout, scale=scale)
-        own = lse if denominator == "visible" else denominators(view, selection.indices)
+        own = lse if denominator == "visible" else denominators(view, selection.indices, arms=(teacher,))
         mass = log_mass(view, own[teacher], selection.indices)
         return csakit.distill(selection.scores, mass, view.layout).loss
 
@@ -81,6 +81,7 @@ def train(
     students: dict[str, nn.ModuleList],
     losses: Callable[[int], dict[str, Loss]],
     *,
+    teachers: Iterable[str],
     steps: int,
     seed: int,
     peak: float = PEAK,
@@ -91,13 +92,14 @@ def train(
     Args:
         students: the indexers of each arm.
         losses: from the step, what each arm minimises.
+        teachers: those whose denominators over every visible entry the losses use.
         seed: of the rows.
     """
     preset = model.preset
     optimizers = {arm: torch.optim.Adam(own.parameters(), lr=peak, betas=(0.9, 0.98)) for arm, own in students.items()}
     for step in range(steps):
         found = dict.fromkeys(students, 0.0)
-        learn = _learning(students, losses(step), found)
+        learn = _learning(students, losses(step), tuple(teachers), found)
         with torch.no_grad():
             model(training_rows(20_000 + seed, step, preset.index_rows, preset.late_tokens)[:, :-1], learn)
         rate = FLOOR + 0.5 * (peak - FLOOR) * (1 + math.cos(math.pi * step / steps)) if peak > FLOOR else peak
@@ -108,11 +110,11 @@ def train(
         log(step, found)
 
 
-def _learning(students: dict[str, nn.ModuleList], losses: dict[str, Loss], found: dict[str, float]) -> Policy:
+def _learning(students: dict[str, nn.ModuleList], losses: dict[str, Loss], teachers: tuple[str, ...], found: dict[str, float]) -> Policy:
     """Dense attention, on whose way every student gets the gradient of its loss; the values are added to `found`."""
 
     def learn(view: LayerView) -> Tensor:
-        lse = denominators(view)
+        lse = denominators(view, arms=teachers)
         for arm, own in students.items():
             with torch.enable_grad():
                 loss = losses[arm](index(own, view), view, lse)

@@ -96,6 +96,7 @@ def gates(study: Study, seed: int) -> list[Record]:
     """How heads differ, the selections that need no indexer, and whether there is anything for a teacher to win."""
     preset, model, rows, tally = study.preset, study.load_model(seed), study.heldout, Tally()
     evaluate.heads(model, rows, tally)
+    evaluate.lone_heads(model, rows[:4], tally)
     evaluate.captures(model, rows, {}, preset.capture_topks, tally)
     evaluate.bits(model, rows, dense, tally, arm="dense")
     evaluate.bits(model, rows, without_entries, tally, arm="without entries")
@@ -111,7 +112,7 @@ def indexers(study: Study, seed: int, index_seed: int) -> list[Record]:
     arms = ARMS if index_seed == preset.index_seeds[0] else preset.later_arms
     students = {arm: new_indexers(preset, index_seed) for arm in arms}
     log = _progress(study, f"index {seed}-{index_seed}", preset.index_steps)
-    train(model, students, random_parts(preset, arms, index_seed), steps=preset.index_steps, seed=index_seed, log=log)
+    train(model, students, random_parts(preset, arms, index_seed), teachers=arms, steps=preset.index_steps, seed=index_seed, log=log)
     _save({arm: own.state_dict() for arm, own in students.items()}, study.file(f"index-{seed}-{index_seed}", ".pt"))
     tally = Tally()
     evaluate.captures(model, study.heldout, students, preset.capture_topks, tally)
@@ -126,7 +127,7 @@ def control(study: Study, seed: int) -> list[Record]:
         sink[::2] += preset.raised_sinks
     students = {arm: new_indexers(preset, 0) for arm in ("full", "compressed-only")}
     log = _progress(study, f"control {seed}", preset.control_steps)
-    train(model, students, random_parts(preset, tuple(students), 0), steps=preset.control_steps, seed=0, log=log)
+    train(model, students, random_parts(preset, tuple(students), 0), teachers=students, steps=preset.control_steps, seed=0, log=log)
     evaluate.heads(model, study.heldout, tally)
     evaluate.captures(model, study.heldout, {}, preset.capture_topks, tally)
     evaluate.captures(model, study.heldout, students, preset.capture_topks, tally)
@@ -149,9 +150,8 @@ def sparse(study: Study, seed: int) -> list[Record]:
         chosen = {arm: sparse_loss(teacher, denominator, preset.sparse_topk) for arm, (teacher, denominator) in sparse_arms.items()}
         return chosen | {f"{teacher}, dense": dense_loss(teacher) for teacher in ("full", "compressed-only")}
 
-    train(
-        model, students, losses, steps=preset.sparse_steps, seed=50, peak=FLOOR, log=_progress(study, f"sparse {seed}", preset.sparse_steps)
-    )
+    log = _progress(study, f"sparse {seed}", preset.sparse_steps)
+    train(model, students, losses, teachers=evaluate.RANKED, steps=preset.sparse_steps, seed=50, peak=FLOOR, log=log)
     evaluate.captures(model, study.heldout, students, preset.capture_topks, tally)
     return tally.records(preset=study.name, language_seed=seed, index_seed=0, stage="sparse objective", against="full, attended")
 
@@ -170,7 +170,7 @@ def joint(study: Study, seed: int) -> list[Record]:
         def attend(view: LayerView, students: nn.ModuleList = students, teacher: str = teacher) -> Tensor:
             q, k, weights, scale = index(students, view)
             selection = csakit.select(q, k, weights, topk, view.layout, scale=scale)
-            mass = log_mass(view, denominators(view, selection.indices)[teacher], selection.indices)
+            mass = log_mass(view, denominators(view, selection.indices, arms=(teacher,))[teacher], selection.indices)
             loss = csakit.distill(selection.scores, mass, view.layout).loss
             return csakit.attach_loss(view.attend(selection.indices).out, loss)
 
@@ -202,9 +202,7 @@ def tasks(study: Study) -> dict[str, tuple[tuple[str, ...], Callable[[], list[Re
             found[f"index-{s}-{i}"] = ((f"language-{s}",), lambda s=s, i=i: indexers(study, s, i))
     for s in seeds:
         found[f"control-{s}"] = ((f"language-{s}",), lambda s=s: control(study, s))
-    for s in seeds:
         found[f"joint-{s}"] = ((f"index-{s}-0",), lambda s=s: joint(study, s))
-    for s in seeds:
         found[f"sparse-{s}"] = ((f"index-{s}-0",), lambda s=s: sparse(study, s))
     return found
 

@@ -6,6 +6,7 @@ denominators as `lse`, so a wrong teacher is the right code with another lse.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -14,10 +15,11 @@ from torch import Tensor
 import csakit
 
 from .model import LayerView
+from .presets import ARMS
 
 
 @torch.no_grad()
-def denominators(view: LayerView, indices: Tensor | None = None) -> dict[str, Tensor]:
+def denominators(view: LayerView, indices: Tensor | None = None, *, arms: Iterable[str] = ARMS) -> dict[str, Tensor]:
     """The lse [B, T, H] of each teacher over the selected entries (None: every visible one).
 
     full: window, entries and sink. window-only: window and entries. sink-only: entries and sink. compressed-only: entries.
@@ -25,13 +27,17 @@ def denominators(view: LayerView, indices: Tensor | None = None) -> dict[str, Te
     q, kv, entries, sink, scale = view.inputs
     own = torch.arange(1, q.shape[1] + 1, dtype=torch.int32).expand_as(view.layout.window_start)
     windowless = replace(view.layout, window=0, window_start=own)
-    alone = csakit.attend(q, None, entries, windowless, indices=indices, scale=scale).lse
-    return {
-        "full": csakit.attend(q, kv, entries, view.layout, indices=indices, sink=sink, scale=scale).lse,
-        "window-only": csakit.attend(q, kv, entries, view.layout, indices=indices, scale=scale).lse,
-        "sink-only": csakit.lse_with_sink(alone, sink),
+
+    def alone() -> Tensor:
+        return csakit.attend(q, None, entries, windowless, indices=indices, scale=scale).lse
+
+    teachers = {
+        "full": lambda: csakit.attend(q, kv, entries, view.layout, indices=indices, sink=sink, scale=scale).lse,
+        "window-only": lambda: csakit.attend(q, kv, entries, view.layout, indices=indices, scale=scale).lse,
+        "sink-only": lambda: csakit.lse_with_sink(alone(), sink),
         "compressed-only": alone,
     }
+    return {arm: teachers[arm]() for arm in arms}
 
 
 @torch.no_grad()

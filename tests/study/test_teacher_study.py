@@ -62,7 +62,7 @@ def trained() -> model.LanguageModel:
 def test_indexers_of_a_one_headed_model_learn_the_same_from_every_teacher(trained: model.LanguageModel) -> None:
     students = {arm: indexers.new_indexers(trained.preset, 0) for arm in presets.ARMS}
     before = [parameter.clone() for parameter in students["full"].parameters()]
-    indexers.train(trained, students, indexers.random_parts(trained.preset, presets.ARMS, 0), steps=3, seed=0)
+    indexers.train(trained, students, indexers.random_parts(trained.preset, presets.ARMS, 0), teachers=presets.ARMS, steps=3, seed=0)
     assert not all(torch.equal(*pair) for pair in zip(before, students["full"].parameters()))
     for arm in presets.ARMS[1:]:
         for right, wrong in zip(students["full"].parameters(), students[arm].parameters()):
