@@ -70,3 +70,38 @@ def test_opcheck(number: int) -> None:
     """Schema, registration, fake against real results (shape, dtype, stride), and dynamic shapes under AOT dispatch."""
     op, args = CALLS[number]
     torch.library.opcheck(op, args)
+
+
+def four_verbs(x: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    layout = Layout.batch(1, 12, ratio=2, window=3)
+    index = (x["q_index"], x["k_index"], x["weights"])
+    selection = csakit.select(*index, 3, layout)
+    attention = csakit.attend(x["q"], x["kv"], x["entries"], layout, indices=selection.indices, teacher=True)
+    sparse = csakit.distill(selection.scores, attention.log_mass, layout)
+    dense = csakit.distill_dense(*index, x["q"], x["entries"], attention.lse, layout)
+    return [selection.scores, attention.out, csakit.index_scores(*index, layout), sparse.loss, sparse.kl, dense.loss, dense.kl]
+
+
+def verb_inputs() -> dict[str, torch.Tensor]:
+    shapes = {"q": (12, 2, 4), "kv": (12, 4), "entries": (6, 4), "q_index": (12, 2, 4), "k_index": (6, 4), "weights": (12, 2)}
+    return {name: torch.randn(1, *shape) for name, shape in shapes.items()}
+
+
+def test_results_are_the_same_bits_whether_a_gradient_is_asked_for_or_not() -> None:
+    x = verb_inputs()
+    wanted = four_verbs({name: t.clone().requires_grad_() for name, t in x.items()})
+    assert [r.requires_grad for r in wanted] == [True, True, True, True, False, True, False]
+    plain = four_verbs(x)
+    assert not any(r.requires_grad for r in plain)
+    assert all(torch.equal(a, b) for a, b in zip(plain, wanted))
+    with torch.no_grad():
+        assert all(torch.equal(a, b) for a, b in zip(four_verbs({name: t.clone().requires_grad_() for name, t in x.items()}), wanted))
+
+
+@pytest.mark.parametrize("name", ["q", "q_index"])
+def test_forward_mode_differentiation_is_refused_and_never_ignored(name: str) -> None:
+    x = verb_inputs()
+    with torch.autograd.forward_ad.dual_level():
+        x[name] = torch.autograd.forward_ad.make_dual(x[name], torch.ones_like(x[name]))
+        with pytest.raises(NotImplementedError, match="jvp"):
+            four_verbs(x)

@@ -98,7 +98,7 @@ def attend(
             validate_indices(indices, layout)
     name, tile = backends.choose(q.device)
     scale = logit_scale(scale, width)
-    out, lse, mass = ops.Attend.apply(
+    out, lse, mass = ops.attend(
         q, kv, entries, values, entry_values, sink, slots, *layout_ranges(layout), scale, value_width, teacher, name, tile
     )
     return Attention(out, lse, mass.view(indices.shape) if teacher and indices is not None else None)
@@ -134,7 +134,7 @@ def teacher_log_mass(
     sets = sets if slots is None else slots.shape[2]
     checks.divides("sets", sets, "heads", heads)
     name, tile = backends.choose(q.device)
-    mass = torch.ops.csakit.log_mass(
+    mass = torch.ops.csakit.log_mass.default(
         q.detach(), entries.detach(), lse.detach(), slots, *layout_ranges(layout), logit_scale(scale, width), sets, name, tile
     )
     if indices is not None:

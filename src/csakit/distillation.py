@@ -69,7 +69,7 @@ def distill(
     factor, divisor = _factor(weight, divisor, layout, dtype)
     if not with_sets:
         scores, log_mass = scores[:, :, None], log_mass[:, :, None]
-    loss, kl = ops.Distill.apply(scores, log_mass.detach(), factor, layout.valid, _group_name(group))
+    loss, kl = ops.distill(scores, log_mass.detach(), factor, layout.valid, _group_name(group), *backends.choose(scores.device))
     return IndexerLoss(loss, kl, divisor)
 
 
@@ -118,7 +118,7 @@ def distill_dense(
         dtype = torch.promote_types(dtype, x.dtype)
     factor, divisor = _factor(weight, divisor, layout, dtype)
     name, tile = backends.choose(q.device)
-    loss, kl = ops.DistillDense.apply(
+    loss, kl = ops.distill_dense(
         q_index, k_index, weights, factor, q.detach(), entries.detach(), lse.detach(), *layout_ranges(layout),
         index_scale, logit_scale(scale, width), relu, sets, _group_name(group), name, tile,
     )  # fmt: skip

@@ -7,14 +7,16 @@ outside connect them. Shapes are normal here: keys [B, N, G, D], indices [B, T, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from . import backends
-from .backends.rows import Ranges, accumulator, kl_rows, over_ranks
+from .backends.rows import Ranges, accumulator, over_ranks
 
 _RANGES = "Tensor valid, Tensor window_start, Tensor entry_start, Tensor entry_stop, int kv_offset"
 _BACKEND = "str backend, int tile"
@@ -30,10 +32,12 @@ def _define(name: str, arguments: str, returns: str) -> Any:
     """Decorator of a class that holds the two faces of an op: `fake` and `run`."""
 
     def register(op: Any) -> Any:
-        def run(*args: Any) -> Any:
-            device = next(x.device.type for x in args if isinstance(x, Tensor))
+        def run(first: Tensor, *rest: Any) -> Any:
+            device = first.device.type
+            if not torch.is_autocast_enabled(device):  # entering a context costs as much as a small op
+                return op.run(first, *rest)
             with torch.autocast(device, enabled=False):
-                return op.run(*args)
+                return op.run(first, *rest)
 
         _library.define(f"{name}({arguments}) -> {returns}")
         _library.impl(name, run, "CompositeExplicitAutograd")
@@ -149,25 +153,18 @@ class _ScoresBackward:
         return tuple(_contiguous(x, q) for x in (q, k, weights))
 
 
-@_define("kl_rows", "Tensor scores, Tensor log_mass, str group", "(Tensor, Tensor)")
-class _KlRows:
+@_define("objective", f"Tensor scores, Tensor log_mass, Tensor valid, Tensor? factor, str group, {_BACKEND}", "(Tensor, Tensor)")
+class _Objective:
     @staticmethod
-    def run(scores, log_mass, group):
-        dtype = accumulator(scores, log_mass)
-        scores, log_mass = scores.to(dtype), over_ranks(log_mass.to(dtype), group)
-        kl, direction = scores.new_empty(scores.shape[:2]), torch.empty_like(scores, memory_format=torch.contiguous_format)
-        per_token = max(1, scores[0, 0].numel() if scores.shape[0] and scores.shape[1] else 1)
-        step = max(1, (1 << 20) // per_token)  # the temporaries of a step stay small
-        for begin in range(0, scores.shape[1] * bool(scores.shape[0]), step):
-            for row in range(scores.shape[0]):
-                at = (row, slice(begin, begin + step))
-                kl[at], direction[at] = kl_rows(scores[at], log_mass[at])
-        return kl, direction
+    def run(scores, log_mass, valid, factor, group, name, tile):
+        module, _ = _backend(name, tile)
+        kl, gradient = module.objective(scores, over_ranks(log_mass, group), valid, factor)
+        return kl, _or_empty(gradient, kl)
 
     @staticmethod
-    def fake(scores, log_mass, group):
-        dtype = accumulator(scores, log_mass)
-        return scores.new_empty(scores.shape[:2], dtype=dtype), scores.new_empty(scores.shape, dtype=dtype)
+    def fake(scores, log_mass, valid, factor, group, name, tile):
+        kl = scores.new_empty(scores.shape[:2], dtype=accumulator(scores, log_mass, factor))
+        return kl, kl.new_empty(0 if factor is None else scores.shape)
 
 
 @_define("dense_kl", f"{_DENSE}, {_DENSE_OPTIONS}", "Tensor")
@@ -214,10 +211,9 @@ class Attend(torch.autograd.Function):
     """out, lse, log_mass of `torch.ops.csakit.attend`; only out is differentiable."""
 
     @staticmethod
-    def forward(ctx, q, kv, entries, values, entry_values, sink, indices, valid, ws, es, ee, off, scale, value_width, teacher, name, tile):
-        out, lse, mass = _ops.attend(
-            q, kv, entries, values, entry_values, sink, indices, valid, ws, es, ee, off, scale, value_width, teacher, name, tile
-        )
+    def forward(ctx, *args):
+        out, lse, mass = _ops.attend.default(*args)
+        q, kv, entries, values, entry_values, sink, indices, valid, ws, es, ee, off, scale, value_width, _, name, tile = args
         ctx.save_for_backward(lse, q, kv, entries, values, entry_values, sink, indices, valid, ws, es, ee)
         ctx.options = (off, scale, value_width, name, tile)
         ctx.mark_non_differentiable(lse, mass)
@@ -227,24 +223,24 @@ class Attend(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, d_out, *_):
         saved = ctx.saved_tensors
-        grads = _ops.attend_backward(d_out, *saved, *ctx.options)
+        grads = _ops.attend_backward.default(d_out, *saved, *ctx.options)
         return *_gradients(grads, saved[1:7]), *(None,) * 11
 
 
 class Score(torch.autograd.Function):
-    """Index scores of every entry (indices None), differentiable."""
+    """Index scores of every entry, differentiable."""
 
     @staticmethod
     def forward(ctx, q, k, weights, valid, ws, es, ee, off, scale, relu, sets, name, tile):
         ctx.save_for_backward(q, k, weights, valid, ws, es, ee)
         ctx.options = (off, scale, relu, name, tile)
-        return _ops.index_scores(q, k, weights, valid, ws, es, ee, off, scale, relu, sets, name, tile)
+        return _ops.index_scores.default(q, k, weights, valid, ws, es, ee, off, scale, relu, sets, name, tile)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_scores):
         q, k, weights, *ranges = ctx.saved_tensors
-        grads = _ops.scores_backward(d_scores, q, k, weights, None, *ranges, *ctx.options)
+        grads = _ops.scores_backward.default(d_scores, q, k, weights, None, *ranges, *ctx.options)
         return *_gradients(grads, (q, k, weights)), *(None,) * 10
 
 
@@ -253,7 +249,7 @@ class Select(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, weights, valid, ws, es, ee, off, topk, scale, relu, sets, name, tile):
-        indices, scores = _ops.select(q, k, weights, valid, ws, es, ee, off, topk, scale, relu, sets, name, tile)
+        indices, scores = _ops.select.default(q, k, weights, valid, ws, es, ee, off, topk, scale, relu, sets, name, tile)
         ctx.save_for_backward(q, k, weights, indices, valid, ws, es, ee)
         ctx.options = (off, scale, relu, name, tile)
         ctx.mark_non_differentiable(indices)
@@ -263,7 +259,7 @@ class Select(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, _, d_scores):
         saved = ctx.saved_tensors
-        grads = _ops.scores_backward(d_scores, *saved, *ctx.options)
+        grads = _ops.scores_backward.default(d_scores, *saved, *ctx.options)
         return *_gradients(grads, saved[:3]), *(None,) * 11
 
 
@@ -271,11 +267,9 @@ class Distill(torch.autograd.Function):
     """(loss, kl) from scores and log_mass [B, T, S, K]; factor [B, T] is weight / divisor. The loss is differentiable for scores."""
 
     @staticmethod
-    def forward(ctx, scores, log_mass, factor, valid, group):
-        kl, direction = _ops.kl_rows(scores, log_mass, group)
-        kl = torch.where(valid, kl, 0)
-        if ctx.needs_input_grad[0]:
-            ctx.save_for_backward(torch.where(valid[..., None, None], direction * factor[..., None, None], 0))
+    def forward(ctx, scores, log_mass, factor, valid, group, name, tile):
+        kl, gradient = _ops.objective.default(scores, log_mass, valid, factor, group, name, tile)
+        ctx.save_for_backward(gradient)
         ctx.dtype = scores.dtype
         ctx.mark_non_differentiable(kl)
         return (kl * factor).sum(), kl
@@ -283,17 +277,16 @@ class Distill(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, d_loss, _):
-        (direction,) = ctx.saved_tensors
-        return (d_loss * direction).to(ctx.dtype), None, None, None, None
+        (gradient,) = ctx.saved_tensors
+        return (d_loss * gradient).to(ctx.dtype), *(None,) * 6
 
 
 class DistillDense(torch.autograd.Function):
     """(loss, kl) over every visible entry; the loss is differentiable for q_index, k_index and weights."""
 
     @staticmethod
-    def forward(ctx, qi, ki, weights, factor, q, entries, lse, valid, ws, es, ee, off, index_scale, scale, relu, sets, group, name, tile):
-        options = (off, index_scale, scale, relu, sets, group, name, tile)
-        kl = torch.where(valid, _ops.dense_kl(qi, ki, weights, q, entries, lse, valid, ws, es, ee, *options), 0)
+    def forward(ctx, qi, ki, weights, factor, q, entries, lse, valid, ws, es, ee, *options):
+        kl = _ops.dense_kl.default(qi, ki, weights, q, entries, lse, valid, ws, es, ee, *options)
         ctx.save_for_backward(qi, ki, weights, factor, q, entries, lse, valid, ws, es, ee)
         ctx.options = options
         ctx.mark_non_differentiable(kl)
@@ -303,7 +296,7 @@ class DistillDense(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, d_loss, _):
         qi, ki, weights, factor, *rest = ctx.saved_tensors
-        grads = _ops.dense_kl_backward(d_loss * factor, qi, ki, weights, *rest, *ctx.options)
+        grads = _ops.dense_kl_backward.default(d_loss * factor, qi, ki, weights, *rest, *ctx.options)
         return *_gradients(grads, (qi, ki, weights)), *(None,) * 16
 
 
@@ -324,3 +317,32 @@ class AttachLoss(torch.autograd.Function):
         else:
             d_loss = torch.full(ctx.shape, weight, dtype=ctx.dtype, device=ctx.device)
         return d_out, d_loss, None
+
+
+def _differentiable(function: Any, value: Callable[..., Any], inputs: int) -> Callable[..., Any]:
+    """An autograd Function as a function. Where none of its first `inputs` arguments needs a gradient, `value` gives the same for less."""
+
+    def call(*args: Any) -> Any:
+        wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in args[:inputs])
+        # forward-mode AD has no formula: the Function says so, value would drop the tangent
+        return function.apply(*args) if wanted or forward_ad._current_level >= 0 else value(*args)
+
+    call.__doc__ = function.__doc__
+    return call
+
+
+def _distill_value(scores: Tensor, log_mass: Tensor, factor: Tensor, valid: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    kl, _ = _ops.objective.default(scores, log_mass, valid, None, *options)
+    return (kl * factor).sum(), kl
+
+
+def _distill_dense_value(qi: Tensor, ki: Tensor, weights: Tensor | None, factor: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    kl = _ops.dense_kl.default(qi, ki, weights, *rest)
+    return (kl * factor).sum(), kl
+
+
+attend = _differentiable(Attend, _ops.attend.default, 6)
+index_scores = _differentiable(Score, _ops.index_scores.default, 3)
+select = _differentiable(Select, _ops.select.default, 3)
+distill = _differentiable(Distill, _distill_value, 1)
+distill_dense = _differentiable(DistillDense, _distill_dense_value, 3)

@@ -36,7 +36,7 @@ def index_scores(
     """
     scale = _check(q, k, weights, layout, scale, relu, sets)
     name, tile = backends.choose(q.device)
-    scores = ops.Score.apply(q, k, weights, *layout_ranges(layout), scale, relu, sets, name, tile)
+    scores = ops.index_scores(q, k, weights, *layout_ranges(layout), scale, relu, sets, name, tile)
     return scores if sets > 1 else scores[:, :, 0]
 
 
@@ -72,7 +72,7 @@ def select(
     scale = _check(q, k, weights, layout, scale, relu, sets)
     checks.whole("topk", topk, at_least=1)
     name, tile = backends.choose(q.device)
-    indices, scores = ops.Select.apply(q, k, weights, *layout_ranges(layout), topk, scale, relu, sets, name, tile)
+    indices, scores = ops.select(q, k, weights, *layout_ranges(layout), topk, scale, relu, sets, name, tile)
     return Selection(indices, scores) if sets > 1 else Selection(indices[:, :, 0], scores[:, :, 0])
 
 

@@ -3,8 +3,7 @@
 reference   the specification as dense torch: any device, any dtype; holds T x E scores per head.
 cpu         CPU tensors in bounded memory, the default there: native kernels for float32 and bfloat16 where they can be built, else torch.
 cpu-torch   the same in torch alone: chunks of queries.
-cpu-native  the same with the native kernels or an error. They cover attend, select, index_scores and their gradients; log_mass and the
-            dense objective have no kernel and run in torch.
+cpu-native  the same with the native kernels or an error.
 """
 
 from __future__ import annotations

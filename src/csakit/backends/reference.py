@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .rows import INF, Ranges, accumulator, kl_rows, over_ranks, subtrahend
+from .rows import INF, Ranges, accumulator, objective, over_ranks, subtrahend
 
 
 def attend(
@@ -127,7 +127,8 @@ def dense_kl(
 ) -> Tensor:  # fmt: skip
     """[B,T]: KL(teacher || student) over every visible entry (V3.2 eq. 3)."""
     scores = index_scores(q_index, k_index, weights, ranges, scale=index_scale, relu=relu, sets=sets)
-    return kl_rows(scores, over_ranks(log_mass(q, entries, lse, None, ranges, scale=scale, sets=sets), group))[0]
+    mass = over_ranks(log_mass(q, entries, lse, None, ranges, scale=scale, sets=sets), group)
+    return objective(scores, mass, ranges.valid, None)[0]
 
 
 def dense_kl_backward(
@@ -136,8 +137,9 @@ def dense_kl_backward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Gradients of q_index, k_index, weights: d kl / d score = student - teacher."""
     scores = index_scores(q_index, k_index, weights, ranges, scale=index_scale, relu=relu, sets=sets)
-    direction = kl_rows(scores, over_ranks(log_mass(q, entries, lse, None, ranges, scale=scale, sets=sets), group))[1]
-    d_scores = torch.where(ranges.valid[..., None, None], direction * d_kl[..., None, None], 0)
+    mass = over_ranks(log_mass(q, entries, lse, None, ranges, scale=scale, sets=sets), group)
+    d_scores = objective(scores, mass, ranges.valid, d_kl)[1]
+    assert d_scores is not None
     return scores_backward(d_scores, q_index, k_index, weights, None, ranges, scale=index_scale, relu=relu)
 
 

@@ -1,4 +1,4 @@
-"""What all backends share: the ranges they work on, the precision they work in, and one row of the objective."""
+"""What backends share: the ranges they work on, the precision they work in, and the objective of given scores and log-mass."""
 
 from __future__ import annotations
 
@@ -46,6 +46,24 @@ def kl_rows(scores: Tensor, log_mass: Tensor) -> tuple[Tensor, Tensor]:
     terms = torch.where(teacher == 0, 0, teacher * (log_teacher - log_student))  # 0 ln 0 = 0
     sets = scores.shape[-2]
     return terms.sum((-1, -2)) / sets, (log_student.exp() - teacher) / sets
+
+
+def objective(scores: Tensor, log_mass: Tensor, valid: Tensor, factor: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """(kl [B,T], 0 on padding; the gradient of sum factor * kl for the scores [B,T,S,N], or None without factor [B,T])."""
+    dtype = accumulator(scores, log_mass, factor)
+    scores, log_mass = scores.to(dtype), log_mass.to(dtype)
+    kl = scores.new_empty(scores.shape[:2])
+    gradient = None if factor is None else torch.empty_like(scores, memory_format=torch.contiguous_format)
+    rows, tokens = scores.shape[:2]
+    step = max(1, (1 << 20) // max(1, scores.shape[2] * scores.shape[3]))  # the temporaries of a step stay small
+    for row in range(rows):
+        for begin in range(0, tokens, step):
+            at = (row, slice(begin, begin + step))
+            divergence, direction = kl_rows(scores[at], log_mass[at])
+            kl[at] = torch.where(valid[at], divergence, 0)
+            if gradient is not None and factor is not None:
+                gradient[at] = torch.where(valid[at][:, None, None], direction * factor[at][:, None, None], 0)
+    return kl, gradient
 
 
 def log_normalised(x: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..rows import INF, Ranges
 
@@ -209,30 +210,25 @@ def tile_size(bytes_per_query: int, tile: int) -> int:
 def chunks(ranges: Ranges, tile: int) -> list[Chunk]:
     """All chunks of a batch. Reads the bounds of the ranges once."""
     rows, tokens = ranges.valid.shape
+    if not rows or not tokens:
+        return []
+    tile = min(tile, tokens)
     count = -(-tokens // tile)
-    query = torch.arange(tokens) + ranges.kv_offset
-    window = ranges.valid & (ranges.window_start <= query)
-    entries = ranges.valid & (ranges.entry_start < ranges.entry_stop)
     far = torch.iinfo(torch.int32).max
 
-    def bounds(least: Tensor, beyond: Tensor, live: Tensor) -> list[list[tuple[int, int]]]:
-        def reduce(x: Tensor, empty: int) -> Tensor:
-            padded = torch.full((rows, count * tile), empty, dtype=torch.int32)
-            padded[:, :tokens] = torch.where(live, x, empty)
-            return padded.view(rows, count, tile)
+    def cut(x: Tensor, empty: int) -> Tensor:
+        return pad(x, (0, count * tile - tokens), value=empty).unflatten(-1, (count, tile))
 
-        low, high = reduce(least, far).amin(2), reduce(beyond, 0).amax(2)
-        return torch.stack([low.clamp(max=high), high], -1).tolist()
-
-    if not count:
-        return []
-    windows = bounds(ranges.window_start, query + 1, window)
-    seen = bounds(ranges.entry_start, ranges.entry_stop, entries)
-    padded = torch.zeros(rows, count * tile, dtype=torch.bool)
-    padded[:, :tokens] = ~ranges.valid
-    has_padding = padded.view(rows, count, tile).any(2).tolist()
+    starts = torch.stack([ranges.window_start, ranges.entry_start])
+    own = (torch.arange(tokens, dtype=starts.dtype) + (ranges.kv_offset + 1)).expand_as(ranges.entry_stop)
+    stops = torch.stack([own, ranges.entry_stop])
+    live = ranges.valid & (starts < stops)
+    high = cut(torch.where(live, stops, 0), 0).amax(-1)
+    low = cut(torch.where(live, starts, far), far).amin(-1).minimum(high)
+    bounds = torch.stack([low, high], -1).tolist()  # of windows, of entries
+    padded = cut(~ranges.valid, 0).any(-1).tolist()
     return [
-        Chunk(b, slice(c * tile, min((c + 1) * tile, tokens)), slice(*windows[b][c]), slice(*seen[b][c]), has_padding[b][c])
+        Chunk(b, slice(c * tile, min((c + 1) * tile, tokens)), slice(*bounds[0][b][c]), slice(*bounds[1][b][c]), padded[b][c])
         for b in range(rows)
         for c in range(count)
     ]

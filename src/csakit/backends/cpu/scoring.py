@@ -1,4 +1,4 @@
-"""Index scores in chunks of queries: all of them, the greatest, their gradients, and the dense objective over them.
+"""Index scores in chunks of queries: all of them, the greatest, and their gradients.
 
 C queries of a chunk, I index heads in S sets, n visible entries.
 """
@@ -10,8 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..rows import INF, Ranges, accumulator, kl_rows, over_ranks
-from .attention import set_log_mass
+from ..rows import INF, Ranges, accumulator
 from .parts import Block, Chunk, Memory, Part, Scratch, all_finite, chunks, entries_part, masked_, tile_size
 
 
@@ -172,66 +171,6 @@ class _Gradients:
         return self.q, self.k.to(self._scorer.k.dtype), self.weights
 
 
-# ---- the dense objective ---------------------------------------------------------------------------------------------
-
-
-def dense_kl(
-    q_index: Tensor, k_index: Tensor, weights: Tensor | None, q: Tensor, entries: Tensor, lse: Tensor, ranges: Ranges,
-    *, index_scale: float, scale: float, relu: bool, sets: int, group: str, tile: int = 0,
-) -> Tensor:  # fmt: skip
-    """[B,T]: KL(teacher || student) over every visible entry; a chunk's scores and masses are all that is ever held."""
-    scorer = _scorer(q_index, k_index, weights, ranges, index_scale, relu, sets)
-    out = lse.new_empty(q.shape[:2], dtype=accumulator(q_index, q, entries, lse))
-    teacher = _Teacher(q, entries.contiguous(), lse, ranges, scale, sets, group, finite=True)
-    for chunk in chunks(ranges, _dense_tile(q_index, q, entries, tile)):
-        part, _ = scorer.part(chunk)
-        out[chunk.row, chunk.queries] = kl_rows(scorer.scores(chunk, part), teacher.log_mass(chunk))[0]
-    return out
-
-
-def dense_kl_backward(
-    d_kl: Tensor, q_index: Tensor, k_index: Tensor, weights: Tensor | None, q: Tensor, entries: Tensor, lse: Tensor, ranges: Ranges,
-    *, index_scale: float, scale: float, relu: bool, sets: int, group: str, tile: int = 0,
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Gradients of q_index, k_index, weights."""
-    finite = all_finite(q_index, k_index, weights, entries, d_kl)
-    scorer = _scorer(q_index, k_index, weights, ranges, index_scale, relu, sets, finite=finite)
-    grads = _Gradients(scorer)
-    teacher = _Teacher(q, entries.contiguous(), lse, ranges, scale, sets, group, finite=finite)
-    for chunk in chunks(ranges, _dense_tile(q_index, q, entries, tile)):
-        at = (chunk.row, chunk.queries)
-        part, _ = scorer.part(chunk, None, grads.k)
-        heads = scorer.heads(chunk, part)
-        direction = kl_rows(scorer.combine(chunk, part, heads), teacher.log_mass(chunk))[1]
-        d_scores = direction * torch.where(ranges.valid[at], d_kl[at], 0)[:, None, None]
-        grads.add(chunk, part, heads, d_scores.to(scorer.dtype))
-    return grads.result()
-
-
-class _Teacher(NamedTuple):
-    q: Tensor
-    entries: Tensor
-    lse: Tensor
-    ranges: Ranges
-    scale: float
-    sets: int
-    group: str
-    finite: bool
-
-    def log_mass(self, chunk: Chunk) -> Tensor:
-        """[C, S, n] over every visible entry of a chunk, and over the heads of all ranks."""
-        at = (chunk.row, chunk.queries)
-        dtype = accumulator(self.q, self.entries, self.lse)
-        memory = Memory(self.entries[chunk.row], None, 0)
-        part, _ = entries_part(memory, chunk, self.ranges, None, Scratch(dtype), finite=self.finite)
-        return over_ranks(set_log_mass(part, self.q[at].to(dtype) * self.scale, self.lse[at].to(dtype), self.sets), self.group)
-
-
 def _tile(q: Tensor, slots: int, tile: int, *, gathered: bool = False) -> int:
     size = 8 if q.dtype == torch.float64 else 4
     return tile_size(size * (2 * q.shape[2] * slots + (slots * q.shape[3] if gathered else 0)), tile)
-
-
-def _dense_tile(q_index: Tensor, q: Tensor, entries: Tensor, tile: int) -> int:
-    size = 8 if q.dtype == torch.float64 else 4
-    return tile_size(size * entries.shape[1] * (2 * q_index.shape[2] + q.shape[2]), tile)

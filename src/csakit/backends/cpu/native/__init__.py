@@ -1,8 +1,11 @@
-"""The cpu backend's native kernels, forced: they run or say why not. What has no kernel (log_mass, the dense objective) runs in torch.
+"""The cpu backend's native kernels, forced: they run or say why not.
 
-build.py    compiles and loads the library
-calls.py    structs from tensors
-kernels.cpp the kernels; attention.h and scoring.h are the places to start reading
+build.py     compiles and loads the library
+calls.py     structs from tensors
+kernels.cpp  the kernels
+  attention.h  what a query attends; forward.h, backward.h and teacher.h work on that
+  scoring.h    index scores, the greatest of them, and their gradients
+  objective.h  KL and its gradient, row by row
 """
 
 from __future__ import annotations
@@ -11,12 +14,13 @@ import torch
 from torch import Tensor
 
 from ...rows import Ranges
-from ..attention import log_mass
-from ..scoring import dense_kl, dense_kl_backward
+from ..dense import Dense
 from . import build
-from .calls import TYPES, Attention, Call, Scoring
+from .calls import TYPES, Attention, Call, Objective, Scoring
 
-__all__ = ["attend", "attend_backward", "dense_kl", "dense_kl_backward", "index_scores", "log_mass", "scores_backward", "select"]
+__all__ = [
+    "attend", "attend_backward", "dense_kl", "dense_kl_backward", "index_scores", "log_mass", "objective", "scores_backward", "select",
+]  # fmt: skip
 
 
 def refuses(*tensors: Tensor | None) -> str | None:
@@ -66,6 +70,34 @@ def attend_backward(
     return dq, *d_inputs, None if sink is None or d_sink is None else d_sink.to(sink.dtype)
 
 
+def log_mass(q: Tensor, entries: Tensor, lse: Tensor, indices: Tensor | None, ranges: Ranges, *, scale: float, sets: int) -> Tensor:
+    """[B,T,S,K], or [B,T,S,E] without indices."""
+    _require(q, entries, lse)
+    shape = (*q.shape[:2], sets, entries.shape[1]) if indices is None else indices.shape
+    mass = torch.empty(shape, dtype=torch.float32)
+    call = _attention(q, None, entries, None, None, None, indices, ranges, scale, q.shape[3], lse.float().contiguous())
+    call.struct.sets, call.struct.mass = sets, call.pointer(mass)
+    if mass.numel():
+        call(build.load().csakit_log_mass)
+    return mass
+
+
+def objective(scores: Tensor, log_mass: Tensor, valid: Tensor, factor: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """(kl [B,T], its gradient for the scores times factor [B,T], or None without factor)."""
+    _require(scores, log_mass, factor)
+    rows, tokens, sets, slots = scores.shape
+    kl = torch.zeros((rows, tokens), dtype=torch.float32)
+    gradient = None if factor is None else torch.empty(scores.shape, dtype=torch.float32)
+    call = Call(Objective(rows=rows * tokens, sets=sets, slots=slots, threads=torch.get_num_threads()))
+    inputs = {"scores": scores, "mass": log_mass, "factor": factor}
+    for name, x in inputs.items():
+        setattr(call.struct, name, call.pointer(None if x is None else x.float().contiguous()))
+    call.struct.valid, call.struct.kl, call.struct.gradient = (call.pointer(x) for x in (valid.contiguous(), kl, gradient))
+    if scores.numel():
+        call(build.load().csakit_objective)
+    return kl, gradient
+
+
 def index_scores(q: Tensor, k: Tensor, weights: Tensor | None, ranges: Ranges, *, scale: float, relu: bool, sets: int) -> Tensor:
     """[B,T,S,E], -inf where not visible."""
     _require(q, k, weights)
@@ -109,6 +141,10 @@ def scores_backward(
     return dq, _narrow(dk, k[:, :, None]).squeeze(2), None if weights is None or dw is None else dw.to(weights.dtype)
 
 
+_dense = Dense(index_scores, log_mass, objective, scores_backward)
+dense_kl, dense_kl_backward = _dense.kl, _dense.backward
+
+
 def _require(*tensors: Tensor | None) -> None:
     why = refuses(*tensors)
     if why:
@@ -131,6 +167,7 @@ def _attention(
     assert keys is not None
     struct = call.struct
     struct.rows, struct.tokens, struct.heads, struct.groups = rows, tokens, heads, keys.shape[2]
+    struct.sets = 1 if indices is None else indices.shape[2]
     struct.num_entries = 0 if entries is None else entries.shape[1]
     struct.threads = torch.get_num_threads()
     return call

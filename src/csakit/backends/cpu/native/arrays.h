@@ -24,8 +24,8 @@ struct Ranges {  // of a Layout, each [batch, tokens]
 };
 
 struct Indices {  // [batch, tokens, sets, slots], contiguous
-    const void* data;  // null: every visible entry
-    int64_t sets, slots, wide;  // wide: int64, else int32
+    const void* data;     // null: every visible entry
+    int64_t slots, wide;  // wide: int64, else int32
     int64_t at(long i) const { return wide ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i]; }
 };
 

@@ -25,7 +25,7 @@ import torch
 SOURCES = pathlib.Path(__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-ffp-contract=fast", "-Wno-psabi")
 LEVELS = {"avx2": ("-mavx2", "-mfma"), "avx512": ("-mavx512f", "-mavx512vl", "-mavx512bw", "-mavx512dq", "-mfma")}
-FUNCTIONS = ("csakit_attend", "csakit_attend_backward", "csakit_score", "csakit_score_backward")
+FUNCTIONS = tuple(f"csakit_{name}" for name in ("attend", "attend_backward", "log_mass", "score", "score_backward", "objective"))
 
 
 class Unavailable(RuntimeError):

@@ -1,4 +1,4 @@
-"""The structs that the kernels take, made from tensors (arrays.h, attention.h and scoring.h are their other side)."""
+"""The structs that the kernels take, made from tensors (arrays.h, attention.h, scoring.h and objective.h are their other side)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RangesStruct(Structure):
 
 
 class Indices(Structure):
-    _fields_ = (("data", c_void_p), ("sets", c_int64), ("slots", c_int64), ("wide", c_int64))
+    _fields_ = (("data", c_void_p), ("slots", c_int64), ("wide", c_int64))
 
 
 class Attention(Structure):
@@ -35,7 +35,7 @@ class Attention(Structure):
         *((name, Array) for name in ("q", "kv", "entries", "values", "entry_values", "out", "d_out", "d_q")),
         *((name, Array) for name in ("d_kv", "d_entries", "d_values", "d_entry_values")),
         ("sink", c_void_p), ("indices", Indices), ("ranges", RangesStruct), ("lse", c_void_p), ("mass", c_void_p), ("d_sink", c_void_p),
-        *((name, c_int64) for name in ("rows", "tokens", "heads", "groups", "num_entries", "value_width", "threads")),
+        *((name, c_int64) for name in ("rows", "tokens", "heads", "groups", "sets", "num_entries", "value_width", "threads")),
         ("scale", c_double),
     )  # fmt: skip
 
@@ -50,6 +50,13 @@ class Scoring(Structure):
     )  # fmt: skip
 
 
+class Objective(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("scores", "mass", "valid", "factor", "kl", "gradient")),
+        *((name, c_int64) for name in ("rows", "sets", "slots", "threads")),
+    )  # fmt: skip
+
+
 class Call:
     """One call of a kernel: holds the tensors its struct points to."""
 
@@ -61,17 +68,16 @@ class Call:
         """A tensor [B, N, G, D], or [B, N, D]."""
         if x is None:
             return
-        x = x[:, :, None] if x.ndim == 3 else x
-        if x.stride(3) != 1:
+        if x.stride(-1) != 1:
             x = x.contiguous()
-        batch, row, group, _ = x.stride()
-        setattr(self.struct, name, Array(self.pointer(x), batch, row, group, x.shape[3], x.dtype == torch.bfloat16))
+        batch, row, *group = x.stride()[:-1]
+        setattr(self.struct, name, Array(self.pointer(x), batch, row, group[0] if group else 0, x.shape[-1], x.dtype == torch.bfloat16))
 
     def indices(self, x: Tensor | None) -> None:
         if x is not None:
             x = x.contiguous()
             address = self.pointer(x if x.numel() else x.new_empty(1))  # no slots are not "no indices", which null means
-            self.struct.indices = Indices(address, x.shape[2], x.shape[3], x.dtype == torch.int64)
+            self.struct.indices = Indices(address, x.shape[3], x.dtype == torch.int64)
 
     def ranges(self, ranges: Ranges) -> None:
         starts = [self.pointer(x.contiguous() if x.dtype == torch.int32 else x.to(torch.int32).contiguous()) for x in ranges[1:4]]

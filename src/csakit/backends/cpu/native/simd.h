@@ -27,9 +27,19 @@ inline void store(float* p, Vec x) { *reinterpret_cast<MemoryVec*>(p) = x; }
 inline Vec every(float x) { return x - Vec{}; }
 inline Vec greater(Vec x, Vec y) { return x > y ? x : y; }  // y where x is NaN
 inline float sum(Vec x) {
-    float total = 0;
-    for (long i = 0; i < LANES; ++i) total += x[i];
-    return total;
+#ifdef __AVX512F__
+    return _mm512_reduce_add_ps(reinterpret_cast<__m512>(x));
+#else
+    const __m256 all = reinterpret_cast<__m256>(x);
+    const __m128 half = _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
+    const __m128 pair = _mm_add_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_add_ss(pair, _mm_movehdup_ps(pair)));
+#endif
+}
+inline float greatest(Vec x) {  // not NaN, if greater has made x
+    float top = x[0];
+    for (long i = 1; i < LANES; ++i) top = x[i] > top ? x[i] : top;
+    return top;
 }
 inline long padded(long n) { return (n + LANES - 1) / LANES * LANES; }
 

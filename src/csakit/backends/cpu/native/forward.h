@@ -1,0 +1,191 @@
+// The forward of attention, and the log-mass of the slots from the weights that it makes.
+#pragma once
+
+#include "attention.h"
+#include "teacher.h"
+
+namespace csakit {
+namespace {
+
+class Forward {
+  public:
+    explicit Forward(const Attention& p) : p_(p), shape_(p), memory_(p, shape_) {
+        const long h = shape_.columns;
+        for (Buffer* x : {&top_, &total_, &factor_, &moment_}) x->floats(h);
+        most_ = p.mass ? p.indices.slots : 0;
+        scores_.floats((most_ + 2 * shape_.step) * h);
+        out_.floats(h * padded(shape_.value_width));
+        packed_.floats(h * shape_.width);
+    }
+
+    void run(const Block& block) {
+        for (long piece = 0, kept = -1; piece < shape_.pieces; ++piece) {
+            const long group = shape_.group(p_, piece);
+            if (group != kept) memory_.keep_window(block.batch, block.begin, block.end, kept = group);
+            for (long t = block.begin; t < block.end; ++t) {
+                unit_.batch = block.batch, unit_.token = t, unit_.piece = piece;
+                if (p_.ranges.valid[block.batch * p_.tokens + t])
+                    query();
+                else
+                    padding();
+            }
+        }
+    }
+
+  private:
+    void padding() {
+        std::fill_n(out_.get(), shape_.value_width, 0.f);
+        for (long h = 0; h < shape_.heads; ++h) store_row(p_.out, unit_.batch, unit_.token, first_head() + h, out_.get(), 1);
+        std::fill_n(lse(), shape_.heads, -INF);
+        if (p_.mass) std::fill_n(mass(), p_.indices.slots, -INF);
+    }
+
+    void query() {
+        memory_.find(unit_);
+        head_rows(q_, widened_, p_.q, unit_.batch, unit_.token, first_head(), shape_.heads);
+        pack_transposed(packed_.get(), q_.data(), shape_.heads, shape_.width, float(p_.scale));
+        for (long h = 0; h < shape_.columns; ++h) {
+            const float sink = p_.sink && h < shape_.heads ? p_.sink[first_head() + h] : -INF;
+            top_.get()[h] = std::isfinite(sink) ? sink : -INF;
+            total_.get()[h] = 0;
+        }
+        tops_.clear();
+        bool started = false;
+        memory_.blocks(unit_, [&](long first, long count) {
+            // the weights of entries stay until the log-mass is made
+            float* weights = scores_.get() + (p_.mass && first >= unit_.window ? first - unit_.window : most_) * shape_.columns;
+            point(rows_, weights, count, shape_.columns);
+            dots(count, memory_.key.data(), packed_.get(), shape_.heads, shape_.width, rows_.data(), 0);
+            soften(weights, count, started);
+            if (p_.mass && first >= unit_.window) tops_.insert(tops_.end(), top_.get(), top_.get() + shape_.columns);
+            add_values(weights, count, started);
+            started = true;
+        });
+        finish(started);
+        if (p_.mass) log_mass();
+    }
+
+    // scores -> exp(score - top) with the top so far; what has been summed under an earlier top is scaled.
+    void soften(float* scores, long count, bool started) {
+        const long columns = shape_.columns;
+        bool rescale = false;
+        for (long h = 0; h < columns; h += LANES) {
+            const Vec before = load(top_.get() + h);
+            Vec top = before;
+            for (long n = 0; n < count; ++n) top = greater(load(scores + n * columns + h), top);
+            store(top_.get() + h, top);
+            const Vec base = top == -INF ? Vec{} : top;
+            const Vec factor = exponential(before - base);
+            store(moment_.get() + h, factor);
+            for (long i = 0; i < LANES; ++i) rescale |= factor[i] != 1.f;
+            Vec total = load(total_.get() + h) * factor;
+            for (long n = 0; n < count; ++n) {
+                const Vec e = exponential(load(scores + n * columns + h) - base);
+                store(scores + n * columns + h, e);
+                total += e;
+            }
+            store(total_.get() + h, total);
+        }
+        if (!started || !rescale) return;
+        const long width = padded(shape_.value_width);
+        for (long h = 0; h < shape_.heads; ++h) {
+            float* out = out_.get() + h * width;
+            for (long d = 0; d < width; d += LANES) store(out + d, load(out + d) * moment_.get()[h]);
+        }
+    }
+
+    void add_values(const float* weights, long count, bool started) {
+        point(columns_, weights, shape_.heads, 1);
+        point(outs_, out_.get(), shape_.heads, padded(shape_.value_width));
+        for_panels(shape_.value_width, [&](long first, long columns) {
+            const Scattered b{memory_.value.data(), first};
+            product(shape_.heads, columns_.data(), 0, shape_.columns, b, count, outs_.data(), first, columns, started);
+        });
+    }
+
+    void finish(bool started) {
+        for (long h = 0; h < shape_.columns; ++h) {
+            float* factor = factor_.get() + h;
+            *factor = 0;
+            if (h >= shape_.heads) continue;
+            const float top = base(top_.get()[h]);
+            const float total = total_.get()[h] + (p_.sink ? std::exp(p_.sink[first_head() + h] - top) : 0.f);
+            *factor = total == 0 ? 0 : 1 / total;
+            lse()[h] = top + std::log(total);
+            float* out = out_.get() + h * padded(shape_.value_width);
+            if (!started) std::fill_n(out, shape_.value_width, 0.f);
+            store_row(p_.out, unit_.batch, unit_.token, first_head() + h, out, *factor);
+        }
+    }
+
+    // log_mass[j] = ln sum_h exp(score - lse), from the weights that are there: exp(score - top of their block). Where the sum is so small
+    // that terms may have underflowed, once more in log space.
+    void log_mass() {
+        const long columns = shape_.columns, count = unit_.entry_count;
+        const bool first = unit_.piece % (shape_.pieces / p_.sets) == 0;  // a set's heads may have several KV heads: pieces add up
+        float* const slots = mass();
+        if (first) std::fill_n(slots, p_.indices.slots, -INF);
+        sums_.floats(padded(count));
+        const long tops = tops_.size() / columns;
+        for (long block = 0; block < tops; ++block) {
+            float* factor = tops_.data() + block * columns;  // its top, and from here on what the weights of the block lack
+            for (long h = 0; h < columns; h += LANES) {
+                const Vec top = load(factor + h), last = load(top_.get() + h);
+                const Vec shift = (top == -INF ? Vec{} : top) - (last == -INF ? Vec{} : last);
+                store(factor + h, exponential(shift) * load(factor_.get() + h));
+            }
+            for (long j = block * shape_.step; j < std::min(count, (block + 1) * shape_.step); ++j) {
+                Vec total{};
+                for (long h = 0; h < columns; h += LANES) total += load(scores_.get() + j * columns + h) * load(factor + h);
+                sums_.get()[j] = sum(total);
+            }
+        }
+        logs_.floats(padded(count));
+        for (long j = 0; j < count; j += LANES) store(logs_.get() + j, logarithm(load(sums_.get() + j)));
+        for (long j = 0; j < count; ++j) {
+            const bool exact = !(sums_.get()[j] >= 1e8f * std::numeric_limits<float>::min());
+            const float own = exact ? exact_log_mass(j) : logs_.get()[j];
+            float& to = slots[memory_.slots[j]];
+            to = first ? own : log_of_sum(to, own);
+        }
+    }
+
+    float exact_log_mass(long j) {
+        memory_.fetch(unit_, false, j, 1);
+        float *c = scores_.get() + most_ * shape_.columns, own[LANES] = {}, total[LANES] = {};
+        dots(1, memory_.key.data(), packed_.get(), shape_.heads, shape_.width, &c, 0);
+        ready_lse(moment_.get(), lse(), shape_.heads, shape_.columns);
+        log_mass_of(own, total, c, 1, shape_.columns, moment_.get());
+        return own[0];
+    }
+
+    static float base(float top) { return top == -INF ? 0 : top; }
+    long first_head() const { return unit_.piece * shape_.heads; }
+    float* lse() const { return p_.lse + (unit_.batch * p_.tokens + unit_.token) * p_.heads + first_head(); }
+    float* mass() const {
+        const long set = (unit_.batch * p_.tokens + unit_.token) * p_.sets + shape_.set(p_, unit_.piece);
+        return p_.mass + set * p_.indices.slots;
+    }
+
+    const Attention& p_;
+    const Shape shape_;
+    Memory memory_;
+    Unit unit_;
+    long most_;
+    Buffer scores_, out_, packed_, widened_, top_, total_, factor_, moment_, sums_, logs_;
+    std::vector<float> tops_;
+    std::vector<const float*> q_, columns_;
+    std::vector<float*> rows_, outs_;
+};
+
+}  // namespace
+
+void attend(const Attention& p) {
+    const Blocks blocks{p.batch, p.tokens, 16};
+    const long threads = useful_threads(p.threads, 2 * Work(p).rows * p.heads * p.q.width, blocks.count());
+    std::vector<std::unique_ptr<Forward>> workers;
+    for (long i = 0; i < threads; ++i) workers.push_back(std::make_unique<Forward>(p));
+    for_blocks(blocks, threads, [&](long number, const Block& block) { workers[number]->run(block); });
+}
+
+}  // namespace csakit
