@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 
 import torch
@@ -13,14 +15,14 @@ MIB = 1 << 20
 
 
 class Wrong(Eager):
-    """The eager author with one mistake in the results."""
+    """The eager author, or another, with one mistake in the results."""
 
-    def __init__(self, name: str, spoil: Callable) -> None:
+    def __init__(self, name: str, spoil: Callable, right=None) -> None:
         self.name = name
-        self._spoil = spoil
+        self._spoil, self._right = spoil, right or Eager()
 
     def prepare(self, problem):
-        work = super().prepare(problem)
+        work = self._right.prepare(problem)
 
         def run():
             results = dict(work())
@@ -108,6 +110,15 @@ class Elsewhere(Eager):
         raise Unsupported("only on the moon")
 
 
+class Killed(Eager):
+    """Takes its process down with it, as one does that needs more memory than there is."""
+
+    name = "killed"
+
+    def prepare(self, problem):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 class Big(Eager):
     """Would need more memory than there is."""
 
@@ -117,6 +128,6 @@ class Big(Eager):
         return 1 << 60
 
 
-appetite, crash, elsewhere, big = Appetite(), Crash(), Elsewhere(), Big()
+appetite, crash, elsewhere, big, killed = Appetite(), Crash(), Elsewhere(), Big(), Killed()
 too_much = Wrong("too_much", MISTAKES["one part in a thousand too much output"][1])
 incomplete = object()

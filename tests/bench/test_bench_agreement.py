@@ -11,9 +11,14 @@ import torch
 from bench_providers import MISTAKES, Wrong
 
 from csakit.bench import agreement, problem, providers, runner
-from csakit.bench.shapes import OPERATIONS, Case, Shape
+from csakit.bench.shapes import KERNELS, LAYERS, Case, Shape
+from csakit.bench.suites import TINY, Suite, alone
 
 SHAPE = Shape(80, 4, 16, 5, window=8, index_heads=3, index_width=8)  # more than four stretches of queries; K below what is visible
+
+
+ATTEND = Suite("one case", alone(("attend",), (SHAPE,)))
+LAYER = Shape(270, 4, 32, 8, window=16, index_heads=16, index_width=32)  # longer than the row it is compared on, and than HCA's ratio
 
 
 def judge(provider, case: Case) -> agreement.Agreement:
@@ -23,7 +28,7 @@ def judge(provider, case: Case) -> agreement.Agreement:
     return agreement.check(probe, provider.prepare(probe)(), queries)
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("operation", KERNELS)
 @pytest.mark.parametrize("name", ["csakit-reference", "csakit-cpu", "eager"])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 def test_right_providers_agree(name, operation, dtype):
@@ -37,6 +42,48 @@ def test_stock_transformers_agrees(operation):
     assert judge(stock, Case(operation, SHAPE)).holds
     with pytest.raises(providers.Unsupported, match="no indexer objective"):
         stock.prepare(problem.make(Case("distill", SHAPE)))
+
+
+@pytest.mark.parametrize("operation", LAYERS)
+def test_layers_agree_whole_and_a_wrong_one_is_caught(operation):
+    whole = problem.make(Case(operation, LAYER))
+    for name in providers.names(operation):
+        verdict, run = agreement.judge(providers.find(name), whole)
+        assert verdict["status"] == "ok" and run is not None, (name, verdict)
+
+    def spoil(results, problem):
+        results[max(results)] *= 1.001
+
+    right = providers.find("csakit-nn")
+    verdict, run = agreement.judge(Wrong("wrong", spoil, right), whole)
+    assert verdict["status"] == "disagrees" and run is None
+
+
+def test_a_stock_layer_trains_no_indexer_and_csakit_does():
+    whole = problem.make(Case("csa-backward", LAYER))
+    trained = {name: {key for key in providers.find(name).prepare(whole)() if "indexer" in key} for name in providers.names("csa-backward")}
+    assert len(trained["csakit-nn"]) == 6 and trained["csakit-nn"] == trained["csakit-installed"] and not trained["transformers"]
+
+
+def test_a_step_of_stock_and_of_csakit_begins_with_the_same_loss_and_learns():
+    whole = problem.make(Case("step", TINY))
+    for name in providers.names("step"):
+        verdict, run = agreement.judge(providers.find(name), whole)
+        assert verdict["status"] == "ok", verdict
+        assert run()["loss"] > run()["loss"]
+
+
+@pytest.mark.parametrize("name", ["csakit-cpu", "eager"])
+def test_who_has_kernels_only_says_so(name):
+    assert judge_status(name, Case("csa", LAYER)) == (
+        "skipped",
+        {"csakit-cpu": "a backend has kernels only"}.get(name, "the eager author wrote kernels only"),
+    )
+
+
+def judge_status(name, case):
+    verdict, _ = agreement.judge(providers.find(name), problem.make(case))
+    return verdict["status"], verdict["note"]
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -85,7 +132,7 @@ def test_heads_beyond_one_group_are_compared_too():
 
 def test_a_provider_that_disagrees_fails_or_cannot_is_reported_and_not_timed():
     names = ["eager", *(f"bench_providers:{name}" for name in ("too_much", "crash", "elsewhere", "big"))]
-    rows = runner.run("test", [Case("attend", SHAPE)], names, runner.Options(repeats=2, memory=False))
+    rows = runner.run("test", ATTEND, names, runner.Options(repeats=2, memory=False))
     found = {row.provider: (row.status, row.note) for row in rows if row.figure == "error"}
     status = {name.rpartition(":")[2]: verdict for name, verdict in found.items()}
     assert status["eager"][0] == "ok"
@@ -102,7 +149,7 @@ def test_a_backend_that_cannot_run_here_is_skipped_and_its_other_errors_are_not(
             raise RuntimeError(said)
 
         monkeypatch.setattr("csakit.attend", refuse)
-        (row,) = runner.run("test", [Case("attend", SHAPE)], ["csakit-cpu"], runner.Options(repeats=1, memory=False))
+        (row,) = runner.run("test", ATTEND, ["csakit-cpu"], runner.Options(repeats=1, memory=False))
         return row.status, row.note
 
     reason = "backend 'cpu' was asked for, but there is no compiler"

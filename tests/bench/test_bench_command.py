@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from csakit.bench import providers, records, runner
-from csakit.bench.shapes import SUITES, Case, Shape
+from csakit.bench.shapes import Shape
+from csakit.bench.suites import SUITES, Suite, alone
 from csakit.cli import main
 
 QUICK = ["bench", "--repeats", "2", "--providers", "csakit-cpu,eager"]
@@ -36,6 +37,15 @@ def test_a_recorded_table_is_shown_without_measuring(recorded, capsys):
     assert main(["bench", "--read", str(recorded[1]), "--compare", str(recorded[1])]) == 0
     said = capsys.readouterr().out
     assert "attend-backward: 96 tokens" in said and "nothing moved beyond the noise" in said
+
+
+def test_a_table_that_is_there_is_gone_on_with_only_when_asked_for(recorded, capsys):
+    before = recorded[1].read_bytes()
+    assert main([*QUICK, "--out", str(recorded[1])]) == 2
+    assert "smoke.csv is there already; go on with it with --append" in capsys.readouterr().err
+    assert main([*QUICK, "--out", str(recorded[1]), "--append"]) == 0
+    assert capsys.readouterr().err.count("measured before") == len(SUITES["smoke"].contests)
+    assert recorded[1].read_bytes() == before
 
 
 def test_json_holds_every_row(recorded, capsys):
@@ -67,7 +77,8 @@ def test_nothing_timed_gives_exit_code_1(capsys):
         (["--providers", "nobody"], "provider must be one of csakit-reference, csakit-cpu"),
         (["--providers", "megatron"], "give its path with --megatron"),
         (["--megatron", "/nowhere"], "must be the root of a Megatron-LM checkout"),
-        (["--against", "nobody"], "--against must be one of the providers measured, csakit-cpu"),
+        (["--against", "nobody", "--providers", "eager"], "--against must be one of the providers measured, eager"),
+        (["--append"], "--append needs --out"),
         (["--repeats", "0"], "repeats must be at least 1"),
         (["--threads", "0"], "threads must be at least 1"),
         (["--device", "meta"], "device must be cpu or a CUDA device"),
@@ -94,8 +105,10 @@ def test_help_names_suites_and_providers_without_torch():
 
 def test_every_backend_is_a_provider_and_the_reference_only_when_named(monkeypatch):
     monkeypatch.setattr("csakit.backends.NAMES", ("reference", "cpu", "another"))
-    assert providers.names() == ["csakit-cpu", "csakit-another", "eager", "transformers"]
-    assert providers.names(megatron=True)[-1] == "megatron"
+    assert providers.names("attend") == ["csakit-cpu", "csakit-another", "eager", "transformers"]
+    assert providers.names("attend", megatron=True)[-1] == "megatron"
+    assert providers.names("csa") == ["csakit-nn", "csakit-installed", "transformers"]
+    assert providers.names("step") == ["csakit-installed", "transformers"]
     assert providers.find("csakit-reference").name == "csakit-reference"
 
 
@@ -111,7 +124,8 @@ def test_a_checkout_without_the_functions_is_skipped_with_a_reason(tmp_path, mon
     (tmp_path / "megatron" / "core").mkdir(parents=True)
     with pytest.raises(providers.Unsupported, match=r"does not import here|has no"):
         providers.find("megatron", megatron=str(tmp_path))
-    rows = runner.run("test", [Case("attend", Shape(16, 1, 4, 2))], ["megatron"], runner.Options(megatron=str(tmp_path), memory=False))
+    suite = Suite("one case", alone(("attend",), (Shape(16, 1, 4, 2),)))
+    rows = runner.run("test", suite, ["megatron"], runner.Options(megatron=str(tmp_path), memory=False))
     assert [(row.status, row.value) for row in rows] == [("skipped", None)]
 
 

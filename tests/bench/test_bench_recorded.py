@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import pathlib
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -41,3 +43,49 @@ def test_nobody_disagreed_when_it_was_recorded(path) -> None:
     rows = records.read_csv(path)
     assert {row.status for row in rows} <= {"ok", "skipped"}
     assert all(row.provider_version and row.torch and row.processor for row in rows if row.status == "ok")
+
+
+@pytest.fixture(scope="module")
+def render():
+    spec = importlib.util.spec_from_file_location("render", FOLDER / "render.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_front_page_quotes_the_tables(render) -> None:
+    tables = {path.stem: records.read_csv(path) for path in TABLES}
+    for block in render.FIGURES.finditer((FOLDER.parent / "README.md").read_text()):
+        assert block[0] == block[1] + render.figures(tables) + block[2]
+
+
+def test_rendering_shows_layers_steps_and_goals(render, tmp_path, monkeypatch) -> None:
+    (tmp_path / "benchmarks").mkdir()
+    rows = records.read_csv(TABLES[0])
+    row = next(row for row in rows if row.figure == "wall")
+    sizes = {"tokens": 1024, "heads": 64, "width": 512, "topk": 512, "index_heads": 64, "index_width": 128}
+
+    def of(operation, provider, figure, value, **fields):
+        return replace(row, operation=operation, provider=provider, figure=figure, value=value, low=None, high=None, **sizes | fields)
+
+    layers = [of("csa", who, "wall", 1e3 * n) for n, who in enumerate(("csakit-nn", "csakit-installed", "transformers"), 1)]
+    layers += [of("csa", row.provider, "error", 2e-6) for row in layers]
+    layers.append(of("csa", "csakit-nn", "memory peak", 512.0))
+    steps = [of("step", "csakit-installed", "tokens", 300.0), of("step", "transformers", "tokens", 200.0)]
+    steps += [of("step", row.provider, "error", 0.0) for row in steps]
+    teacher = [of("attend-teacher", "csakit-cpu", "against", 1.25, baseline="attend"), of("attend-teacher", "csakit-cpu", "error", 0.0)]
+    (tmp_path / "benchmarks" / "README.md").write_text("```text\n$ csakit bench --read benchmarks/step.csv\nold```\n")
+    (tmp_path / "README.md").write_text("before\n<!-- figures: begin -->\nold\n<!-- figures: end -->\nafter\n")
+    for name, found in (("layers", layers), ("step", steps), ("variants", teacher)):
+        timed = [replace(row, figure="cpu") for row in found if row.figure == "error"]  # for the pictures
+        records.append(tmp_path / "benchmarks" / f"{name}.csv", [*found, *(replace(row, value=1.0) for row in timed)])
+    monkeypatch.chdir(tmp_path)
+    render.render(tmp_path / "benchmarks")
+    front, page = (tmp_path / "README.md").read_text(), (tmp_path / "benchmarks" / "README.md").read_text()
+    assert front.startswith("before\n<!-- figures: begin -->\nOne V4-Flash-width layer") and front.endswith(
+        "<!-- figures: end -->\nafter\n"
+    )
+    assert "| compressed sparse, forward | 1024 | 1.00 s, 0.5 GiB | 2.00 s | 3.00 s | 3.0 x |" in front
+    assert "300 tokens per second with the indexers' training, 200 in stock Transformers without (1.50 x)" in front
+    assert "| the teacher on top of attention, 1024 x 64 x 512 | -20 %, at most 3 % (held) |" in front
+    assert "old" not in page and "trains 300" in page

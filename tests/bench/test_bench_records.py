@@ -7,18 +7,19 @@ from dataclasses import replace
 
 import pytest
 
-from csakit.bench import memory, picture, records, runner, table
+from csakit.bench import picture, records, runner, suites, table, worker
 from csakit.bench.records import COLUMNS, FIGURES, PEAK, STATUSES
 from csakit.bench.shapes import Case, Shape
+from csakit.bench.suites import alone
 
 SHAPE = Shape(48, 2, 8, 4, window=8, index_heads=2, index_width=4)
 
 
 @pytest.fixture(scope="module")
 def rows():
-    cases = [Case("attend", SHAPE), Case("select", SHAPE)]
+    suite = suites.Suite("for tests", alone(("attend", "select"), (SHAPE,)), memory=False)
     options = runner.Options(repeats=3, memory=False, settings={"OMP_WAIT_POLICY": "PASSIVE"})
-    return runner.run("test", cases, ["csakit-cpu", "eager", "bench_providers:elsewhere"], options)
+    return runner.run("test", suite, ["csakit-cpu", "eager", "bench_providers:elsewhere"], options)
 
 
 def test_every_provider_has_a_row_for_each_figure(rows):
@@ -40,13 +41,16 @@ def test_rows_say_what_they_are_and_where_they_were_measured(rows):
 
 def test_speedups_are_relative_to_the_baseline(rows):
     assert {row.baseline for row in rows if row.figure == "speedup"} == {"eager"}
+    assert {row.provider for row in rows if row.figure == "speedup"} == {"eager", "csakit-cpu"}
     assert all(row.value == 1 for row in rows if row.figure == "speedup" and row.provider == "eager")
 
 
 def test_a_table_survives_its_file(rows, tmp_path):
-    records.write_csv(tmp_path / "rows.csv", rows)
-    assert (tmp_path / "rows.csv").read_text().splitlines()[0] == ",".join(COLUMNS)
-    assert records.read_csv(tmp_path / "rows.csv") == rows
+    path = tmp_path / "rows.csv"
+    records.append(path, rows[:3])
+    records.append(path, rows[3:])
+    assert [line for line in path.read_text().splitlines() if line.startswith("suite,")] == [",".join(COLUMNS)]
+    assert records.read_csv(path) == rows and list(tmp_path.iterdir()) == [path]
 
 
 def test_a_file_that_is_no_table_is_refused(tmp_path):
@@ -58,7 +62,7 @@ def test_a_file_that_is_no_table_is_refused(tmp_path):
 
 def test_a_value_that_is_no_number_is_refused_with_its_line(rows, tmp_path):
     path = tmp_path / "rows.csv"
-    records.write_csv(path, rows)
+    records.append(path, rows)
     path.write_text(path.read_text().replace(f",{rows[1].tokens},", ",many,", 1))
     with pytest.raises(ValueError, match=r"line 2: .*many"):
         records.read_csv(path)
@@ -104,9 +108,15 @@ def test_growth_says_where_scoring_overtakes(rows):
     made = []
     for operation, power in (("attend", 1), ("select", 2)):
         first = next(row for row in rows if row.operation == operation and row.figure == "cpu" and row.provider == "eager")
-        made += [replace(first, tokens=n, value=n**power / (1 if power == 1 else 2000)) for n in (1000, 4000)]
-    assert table.growth(made) == ["eager: scoring overtakes attention at about 2000 tokens"]
+        made += [replace(first, tokens=n, value=n**power / (1 if power == 1 else 2000)) for n in (1000, 4000, 8000)]
+    assert table.growth(made) == [
+        "eager: attention as T^1.00, scoring as T^2.00 over the longer half of the lengths",
+        "eager: scoring overtakes attention at about 2000 tokens",
+    ]
     assert table.growth(rows) == []
+    drawn = picture.draw([*made, *(replace(row, figure="memory peak", unit="MiB") for row in made if row.operation == "attend")])
+    assert drawn.count("<polyline") == 3 and drawn.count("stroke-dasharray") == 1 and "1000 MiB" in drawn
+    ElementTree.fromstring(drawn)
 
 
 def test_pictures_are_well_formed_bars_and_curves(rows):
@@ -122,11 +132,11 @@ def test_pictures_are_well_formed_bars_and_curves(rows):
 
 
 def test_memory_is_that_of_a_fresh_process_split_into_results_and_the_rest():
-    used = memory.measure("bench_providers:appetite", Case("attend", SHAPE), device="cpu", threads=1)
+    used = worker.measure("bench_providers:appetite", Case("attend", SHAPE), device="cpu")
     assert used.results == pytest.approx(32, abs=0.1)
     assert 90 < used.peak < 110
 
 
 def test_a_process_that_fails_says_why():
-    with pytest.raises(RuntimeError, match=r"memory of bench_providers:crash was not measured: .*second line"):
-        memory.measure("bench_providers:crash", Case("attend", SHAPE), device="cpu", threads=1)
+    with pytest.raises(RuntimeError, match=r"bench_providers:crash at attend: 48 tokens.*second line"):
+        worker.measure("bench_providers:crash", Case("attend", SHAPE), device="cpu")

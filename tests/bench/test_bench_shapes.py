@@ -9,7 +9,8 @@ import torch
 
 from csakit import Layout
 from csakit.bench import problem, selections
-from csakit.bench.shapes import ATTENTION, OPERATIONS, SUITES, Case, Shape, cases, parse_shape, useful_flops
+from csakit.bench.shapes import ATTENTION, KERNELS, Case, Shape, useful_flops
+from csakit.bench.suites import SUITES, Contest, alone, parse_shape
 
 
 def test_pairs_are_those_of_the_layout():
@@ -31,16 +32,34 @@ def test_useful_work_counts_valid_pairs_only():
         "distill": 6 * 15 * 6,
         "dense": (6 * 15 + 2 * 16) * 6,
     }
-    assert {name: useful_flops(Case(name, shape)) for name in OPERATIONS} == expected
+    assert {name: useful_flops(Case(name, shape)) for name in KERNELS} == expected
+    assert useful_flops(Case("step", shape)) is None
+
+
+@pytest.mark.parametrize("operation", ["sliding", "csa", "hca"])
+def test_useful_work_of_a_layer_is_that_of_its_weights_and_pairs(operation):
+    shape = Shape(300, 4, 32, 8, window=16, index_heads=3, index_width=32)
+    weights = problem.make(Case(operation, shape)).inputs
+    matrices = sum(x.numel() for name, x in weights.items() if name != "hidden" and x.ndim == 2 and not name.endswith("ape"))
+    entries = {"sliding": 0, "csa": shape.selected_pairs, "hca": sum((token + 1) // 128 for token in range(300))}[operation]
+    scoring = 2 * 3 * 32 * shape.visible_pairs if operation == "csa" else 0
+    pairs = 4 * 32 * (shape.window_pairs + entries)
+    assert useful_flops(Case(operation, shape)) == 2 * 300 * matrices + 4 * pairs + scoring
+    objective = 6 * 3 * 32 * shape.selected_pairs if operation == "csa" else 0
+    assert useful_flops(Case(f"{operation}-backward", shape)) == 3 * 2 * 300 * matrices + 14 * pairs + scoring + objective
 
 
 def test_selections_multiply_attention_cases_only():
-    found = cases(("attend", "select"), (Shape(8, 1, 4, 2),), ("uniform", "clustered"))
-    assert [(case.operation, case.selection) for case in found] == [("attend", "uniform"), ("attend", "clustered"), ("select", "uniform")]
+    found = [contest.cases for contest in alone(("attend", "select"), (Shape(8, 1, 4, 2),), ("uniform", "clustered"))]
+    assert [(case.operation, case.selection) for (case,) in found] == [
+        ("attend", "uniform"),
+        ("attend", "clustered"),
+        ("select", "uniform"),
+    ]
 
 
 def test_suites_cover_every_operation_and_the_promised_shapes():
-    assert {case.operation for case in SUITES["smoke"].cases} == set(OPERATIONS)
+    assert {case.operation for case in SUITES["smoke"].cases} == set(KERNELS)
     sizes = {str(case.shape) for case in SUITES["targets"].cases}
     assert {"2048x16x128x256", "4096x16x128x256", "2048x64x512x512", "8192x64x128x512"} <= sizes
     assert [case.shape.tokens for case in SUITES["growth"].cases if case.operation == "select"] == [1024 << n for n in range(7)]
@@ -96,7 +115,16 @@ def test_the_same_seed_gives_the_same_problem():
     assert not torch.equal(first.inputs["q_index"], other.inputs["q_index"])
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
+def test_contests_say_in_what_their_cases_differ():
+    found = {contest.difference for contest in SUITES["variants"].contests}
+    assert found == {("attend", "attend-teacher"), ("1 thread", "2 threads"), ("float32", "bfloat16")}
+    assert all(contest.own for contest in SUITES["variants"].contests)
+    assert Contest((Case("attend", Shape(8, 1, 4, 2)),)).difference == (
+        "attend: 8 tokens, 1 heads x 4, K 2, window 128, uniform selection, float32",
+    )
+
+
+@pytest.mark.parametrize("operation", KERNELS)
 def test_a_probe_takes_its_gradients_from_the_chosen_queries_alone(operation):
     case = Case(operation, replace(Shape(32, 2, 8, 4, window=4), index_heads=2, index_width=4))
     whole = problem.make(case)

@@ -2,15 +2,15 @@
 
 The reference holds everything densely, so it runs for a few stretches of queries: the first, the last and two between. Upstream
 gradients and weights are 0 for all other queries, which makes gradients of shared inputs (keys, sink) exact sums over those stretches; and
-every other query must have gradient 0.
+every other query must have gradient 0. Layers are compared whole, at their widths, on a short row with few picks; a step by its loss.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,11 +18,17 @@ from torch import Tensor
 import csakit
 from csakit import Layout
 
+from . import layers
+from . import problem as problems
 from .problem import Problem
-from .shapes import ATTENTION
+from .shapes import ATTENTION, LAYERS
+
+if TYPE_CHECKING:
+    from .providers import Provider
 
 QUERIES = 12  # per stretch
 HEADS = 16  # at a time, so that the reference stays small
+ROW, PICKS = 256, 16  # tokens and picks of the row on which layers are compared
 TOLERANCES = {"float64": 1e-10, "float32": 2e-5, "float16": 4e-3, "bfloat16": 2e-2}
 
 
@@ -36,6 +42,41 @@ class Agreement(NamedTuple):
     @property
     def holds(self) -> bool:
         return self.error <= self.allowed
+
+
+def judge(provider: Provider, whole: Problem) -> tuple[dict[str, Any], Callable[[], Any] | None]:
+    """({status, note, error, version}, the function to time): whether a provider agrees, before it is timed.
+
+    Status: ok; disagrees; skipped: it does not do this here; failed: it raised. The function is there when all is well.
+    """
+    from .providers import Unsupported
+
+    def verdict(status: str, note: str, error: float | None = None) -> dict[str, Any]:
+        return {"status": status, "note": note, "error": error, "version": provider.version}
+
+    try:
+        checked = _checked(provider, whole)
+        ready = provider.prepare(whole) if checked.holds else None
+    except Unsupported as reason:
+        return verdict("skipped", str(reason)), None
+    except Exception as error:  # whatever a provider raises is its result
+        return verdict("failed", f"{type(error).__name__}: {error}".splitlines()[0]), None
+    if ready is None:
+        return verdict("disagrees", f"{checked.name} is off by {checked.error:.1e}, {checked.allowed:.0e} is allowed", checked.error), None
+    return verdict("ok", f"worst: {checked.name}", checked.error), ready
+
+
+def _checked(provider: Provider, whole: Problem) -> Agreement:
+    case = whole.case
+    if case.operation == "step":
+        return check(whole, provider.prepare(whole)(), [])
+    if case.operation in LAYERS:
+        shape = replace(case.shape, tokens=min(case.shape.tokens, ROW), topk=min(case.shape.topk, PICKS))
+        row = problems.make(replace(case, shape=shape), device=str(whole.layout.positions.device))
+        return check(row, provider.prepare(row)(), [])
+    queries = stretches(case.shape.tokens)
+    probe = whole.only(queries)
+    return check(probe, provider.prepare(probe)(), queries)
 
 
 def stretches(tokens: int) -> list[slice]:
@@ -68,7 +109,14 @@ def check(problem: Problem, results: dict[str, Tensor], queries: Sequence[slice]
             )
             worst = max(worst, (name, error), key=lambda pair: pair[1])
         return Agreement(*worst, allowed)
-    want = _objective(problem, got.get("indices"), queries)
+    if problem.case.operation in LAYERS:
+        want = _layer(problem)
+        if not any(name.startswith("d_indexer") for name in got):  # stock has no objective, so its indexer gets no gradient
+            want = {name: x for name, x in want.items() if not name.startswith("d_indexer")}
+    elif problem.case.operation == "step":
+        want = {"loss": _step_loss(problem)}
+    else:
+        want = _objective(problem, got.get("indices"), queries)
     errors = {name: _error(got[name], expected) if name in got else math.inf for name, expected in want.items()}
     name = max(errors, key=lambda key: errors[key])
     return Agreement(name, errors[name], allowed)
@@ -167,6 +215,27 @@ def _objective(problem: Problem, indices: Tensor | None, queries: Sequence[slice
         for name, gradient in zip(names, torch.autograd.grad(loss, (q, k, weights))):
             want[f"d_{name}"] += gradient
     return want
+
+
+def _layer(problem: Problem) -> dict[str, Tensor]:
+    """out, and the gradients of the hidden states and of every weight, of csakit's layer in float64 on the reference."""
+    x = {name: t.double() for name, t in problem.inputs.items()}
+    layer = layers.own(problem.case.shape, problem.case.kind, x, trains=problem.case.backward)
+    hidden = x["hidden"].requires_grad_(problem.case.backward)
+    with csakit.backend("reference"), torch.set_grad_enabled(problem.case.backward):
+        out = layer(hidden, problem.layout).out
+        leaves = {"hidden": hidden, **dict(layer.named_parameters())}
+        gradients = problem.gradients(out, x["d_out"], leaves) if problem.case.backward else {}
+    return {"out": out.detach()} | gradients
+
+
+def _step_loss(problem: Problem) -> Tensor:
+    """The language-model loss of the first step, nats per token, on the reference; in float32, as the stock experts have no float64."""
+    from .steps import Step
+
+    step = Step(problem, own=True)
+    with csakit.backend("reference"), torch.no_grad():
+        return step.loss()
 
 
 def _part(layout: Layout, part: slice, first: int) -> Layout:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 LOW, HIGH = 0.2, 0.8
@@ -65,3 +65,11 @@ def crossing(xs: Sequence[float], first: Sequence[float], second: Sequence[float
             part = before / (before - after)
             return math.exp(math.log(xs[number - 1]) + part * (math.log(xs[number]) - math.log(xs[number - 1])))
     return None
+
+
+def slope(curve: Mapping[int, float]) -> float:
+    """The power with which a curve {x: y} grows over the longer half of its xs, at least three: a straight line through logarithms."""
+    xs = sorted(curve)[-max(3, len(curve) // 2 + 1) :]
+    points = [(math.log(x), math.log(curve[x])) for x in xs]
+    middle = [sum(axis) / len(points) for axis in zip(*points)]
+    return sum((x - middle[0]) * (y - middle[1]) for x, y in points) / sum((x - middle[0]) ** 2 for x, _ in points)

@@ -23,17 +23,25 @@ class Sample(NamedTuple):
     device: float | None  # between two events on the GPU's stream
 
 
-def interleaved(functions: Mapping[str, Callable[[], Any]], repeats: int, device: str) -> dict[str, list[Sample]]:
-    """Every function once per round, in another order each round, so that all meet the same weather."""
-    names = list(functions)
-    samples: dict[str, list[Sample]] = {name: [] for name in names}
+def interleaved(
+    calls: Mapping[Any, Callable[[], Sample]], repeats: int, *, go_on: Callable[[], bool] = lambda: True
+) -> dict[Any, list[Sample]]:
+    """The samples of every timed call: once per round, in another order each round, so that all meet the same weather.
+
+    Args:
+        repeats: rounds; asked before each but the first, `go_on` may end them sooner.
+    """
+    names = list(calls)
+    samples: dict[Any, list[Sample]] = {name: [] for name in names}
     gc.collect()
     gc.disable()
     try:
         for number in range(repeats):
+            if number and not go_on():
+                break
             turn = number % len(names) if names else 0
             for name in names[turn:] + names[:turn]:
-                samples[name].append(once(functions[name], device))
+                samples[name].append(calls[name]())
     finally:
         gc.enable()
     return samples

@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from .figures import Figure
+from .figures import Figure, crossing
 from .records import PEAK, Row
 
-WIDTH, LEFT, RIGHT, LINE = 860, 190, 120, 22
+WIDTH, LEFT, RIGHT, LINE, CHART = 860, 190, 120, 22, 420.0
 COLOURS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2")
 STYLE = (
     "<style>text{font:13px system-ui,sans-serif;fill:#1f2937}.title{font-weight:600}.small{fill:#6b7280;font-size:12px}"
@@ -34,7 +34,7 @@ def draw(rows: Sequence[Row]) -> str:
     for row in times:
         lengths.setdefault(row.operation, set()).add(row.tokens)
     if max(map(len, lengths.values())) >= 3:
-        return _curves(times, clock)
+        return _curves(rows, times, clock)
     return _bars(rows, times, clock, colour)
 
 
@@ -48,7 +48,10 @@ def _bars(rows: Sequence[Row], times: Sequence[Row], clock: str, colour: dict[st
     parts, y = [], 12.0
     for case in dict.fromkeys(row.case for row in times):
         group = [row for row in times if row.case == case]
-        speedups = {row.provider: row for row in rows if row.case == case and row.figure == "speedup"}
+        speedups: dict[str, Row] = {}
+        for row in rows:
+            if row.case == case and row.figure == "speedup":
+                speedups.setdefault(row.provider, row)
         longest = max(_numbers(row).high for row in group)
         y += LINE
         parts.append(f'<text class="title" x="12" y="{y - 6:.0f}">{escape(str(case))}</text>')
@@ -75,39 +78,68 @@ def _bars(rows: Sequence[Row], times: Sequence[Row], clock: str, colour: dict[st
     return _page(y + 4, foot, parts)
 
 
-def _curves(times: Sequence[Row], clock: str) -> str:
-    """Time over tokens, both logarithmic, one curve per operation and provider."""
+def _curves(rows: Sequence[Row], times: Sequence[Row], clock: str) -> str:
+    """Time over tokens and, where it was measured, memory: both axes logarithmic, one curve per operation and provider."""
+    name = {"cpu": "CPU time", "device": "device time"}[clock]
+    memory = [row for row in rows if row.figure == "memory peak" and row.value]
+    marks = _crossings(times)
+    parts, foot = _chart(times, "ms", 20.0, marks), f"{name} over tokens, medians"
+    if marks:
+        foot += "; dotted: scoring overtakes attention"
+    parts.append(f'<text class="small" x="12" y="{CHART - 4:.0f}">{foot}</text>')
+    if not memory:
+        return _page(CHART, foot, parts)
+    parts += _chart(memory, "MiB", CHART + 20.0, ())
+    parts.append(f'<text class="small" x="12" y="{2 * CHART - 4:.0f}">peak memory beyond the inputs over tokens, results included</text>')
+    return _page(2 * CHART, foot, parts)
+
+
+def _crossings(times: Sequence[Row]) -> list[float]:
+    """The tokens at which scoring overtakes attention, for each provider."""
+    found = []
+    for provider in dict.fromkeys(row.provider for row in times):
+        curves = [
+            {row.tokens: _numbers(row).value for row in times if (row.provider, row.operation) == (provider, operation)}
+            for operation in ("attend", "select")
+        ]
+        tokens = sorted(curves[0].keys() & curves[1].keys())
+        at = crossing(tokens, *([curve[length] for length in tokens] for curve in curves)) if len(tokens) > 1 else None
+        found += [] if at is None else [at]
+    return found
+
+
+def _chart(rows: Sequence[Row], unit: str, top: float, marks: Sequence[float]) -> list[str]:
+    """Curves below `top`, with a vertical line at each mark."""
     curves: dict[str, list[tuple[int, float]]] = {}
-    for row in times:
+    for row in rows:
         curves.setdefault(f"{row.operation}, {row.provider}", []).append((row.tokens, _numbers(row).value))
-    height, top, bottom = 420.0, 20.0, 40.0
     xs = [x for curve in curves.values() for x, _ in curve]
     ys = [y for curve in curves.values() for _, y in curve]
     low, high = math.floor(math.log10(min(ys))), math.ceil(math.log10(max(ys)) + 1e-9)
-    span = max(math.log2(max(xs) / min(xs)), 1e-9)
+    span, bottom = max(math.log2(max(xs) / min(xs)), 1e-9), top + CHART - 60
 
     def place(x: float, y: float) -> tuple[float, float]:
         across = 70 + math.log2(x / min(xs)) / span * (WIDTH - 70 - 230)
-        return across, height - bottom - (math.log10(y) - low) / (high - low) * (height - top - bottom)
+        return across, bottom - (math.log10(y) - low) / (high - low) * (bottom - top)
 
     parts = []
     for power in range(low, high + 1):
         _, y = place(min(xs), 10.0**power)
         parts.append(f'<line class="axis" x1="70" x2="{WIDTH - 230}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text class="small" x="62" y="{y + 4:.1f}" text-anchor="end">{10.0**power:g} ms</text>')
+        parts.append(f'<text class="small" x="62" y="{y + 4:.1f}" text-anchor="end">{10.0**power:g} {unit}</text>')
     for x in sorted(set(xs)):
         across, _ = place(x, min(ys))
-        parts.append(f'<text class="small" x="{across:.1f}" y="{height - 20:.0f}" text-anchor="middle">{x // 1024}K</text>')
+        parts.append(f'<text class="small" x="{across:.1f}" y="{bottom + 20:.0f}" text-anchor="middle">{x // 1024}K</text>')
+    for mark in marks:
+        across, _ = place(mark, min(ys))
+        parts.append(f'<line class="mark" stroke-dasharray="2 4" x1="{across:.1f}" x2="{across:.1f}" y1="{top:.0f}" y2="{bottom:.0f}"/>')
     for number, (name, curve) in enumerate(curves.items()):
         colour, points = COLOURS[number % len(COLOURS)], [place(x, y) for x, y in sorted(curve)]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
         parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in points]
-        parts.append(f'<text x="{WIDTH - 215}" y="{40 + LINE * number}" style="fill:{colour}">{escape(name)}</text>')
-    name = {"cpu": "CPU time", "device": "device time"}[clock]
-    foot = f"{name} over tokens, medians"
-    parts.append(f'<text class="small" x="12" y="{height - 4:.0f}">{foot}</text>')
-    return _page(height, foot, parts)
+        parts.append(f'<text x="{WIDTH - 215}" y="{top + 20 + LINE * number}" style="fill:{colour}">{escape(name)}</text>')
+    return parts
 
 
 def _numbers(row: Row) -> Figure:

@@ -11,8 +11,10 @@ from torch import Tensor
 import csakit
 from csakit import Layout
 
-from . import selections
-from .shapes import ATTENTION, Case
+from . import layers, selections
+from .shapes import ATTENTION, HCA_RATIO, LAYERS, Case
+
+BYTES = 256  # the vocabulary of a step
 
 DIFFERENTIABLE = {
     "attend-backward": ("q", "kv", "entries", "sink"),
@@ -29,7 +31,8 @@ class Problem:
         inputs: attention: q [1, T, H, D], kv [1, T, D], entries [1, E, D], sink [H], indices [1, T, K] int32, and d_out [1, T, H, D], the
             gradient of the output. Indexer: q_index [1, T, I, C], k_index [1, E, C], weights [1, T, I]; for the objectives weight [1, T]
             (of each token's KL); for the sparse one picked [1, T, K] int32 and log_mass [1, T, K] fp32; for the dense one q, entries, and
-            an lse [1, T, H].
+            an lse [1, T, H]. Layers: hidden [1, T, d], the weights by their official names, and with backward d_out [1, T, d]. Step:
+            input_ids [2, T / 2] int64, one document per row.
     """
 
     case: Case
@@ -41,16 +44,23 @@ class Problem:
         """What an objective's sum over tokens is divided by."""
         return float(self.case.shape.tokens)
 
+    @property
+    def differentiable(self) -> tuple[str, ...]:
+        """The inputs that get a gradient."""
+        if self.case.operation in LAYERS:
+            return tuple(name for name in self.inputs if name != "d_out") if self.case.backward else ()
+        return DIFFERENTIABLE.get(self.case.operation, ())
+
     def leaves(self) -> dict[str, Tensor]:
         """The inputs, those that get a gradient as fresh leaves."""
-        wanted = DIFFERENTIABLE.get(self.case.operation, ())
+        wanted = self.differentiable
         return {name: x.detach().requires_grad_(name in wanted) for name, x in self.inputs.items()}
 
     def gradients(self, result: Tensor, upstream: Tensor | None, leaves: dict[str, Tensor], *, keep: bool = False) -> dict[str, Tensor]:
-        """{"d_name": gradient} of the leaves that get one; keep: the graph is used again."""
-        names = DIFFERENTIABLE[self.case.operation]
-        found = torch.autograd.grad(result, [leaves[name] for name in names], upstream, retain_graph=keep)
-        return {f"d_{name}": gradient for name, gradient in zip(names, found)}
+        """{"d_name": gradient} of the leaves that get one; those of entries that are not there get none. keep: the graph is used again."""
+        names = [name for name in self.differentiable if name in leaves]
+        found = torch.autograd.grad(result, [leaves[name] for name in names], upstream, retain_graph=keep, allow_unused=True)
+        return {f"d_{name}": gradient for name, gradient in zip(names, found) if gradient is not None}
 
     def only(self, queries: Sequence[slice]) -> Problem:
         """The same problem with gradients from these queries alone: the rest has upstream gradient and weight 0."""
@@ -72,6 +82,14 @@ def make(case: Case, *, device: str = "cpu", seed: int = 0) -> Problem:
     def normal(*sizes: int, kind: torch.dtype = dtype) -> Tensor:
         return torch.randn(sizes, generator=generator).to(device=device, dtype=kind)
 
+    if case.operation == "step":
+        return Problem(case, layout, {"input_ids": torch.randint(BYTES, (2, shape.tokens // 2), generator=generator).to(device)})
+    if case.operation in LAYERS:
+        layout = layout.with_ratio(HCA_RATIO if case.kind == "hca" else shape.ratio)
+        weights = layers.weights(shape, case.kind, generator)
+        kept = {name: x.to(device=device, dtype=x.dtype if _stays_wide(name) else dtype) for name, x in weights.items()}
+        hidden = {name: normal(1, shape.tokens, shape.hidden) for name in ("hidden", *(("d_out",) if case.backward else ()))}
+        return Problem(case, layout, hidden | kept)
     inputs: dict[str, Tensor] = {}
     if case.operation in (*ATTENTION, "dense"):
         inputs["q"] = normal(1, shape.tokens, shape.heads, shape.width)
@@ -97,3 +115,8 @@ def make(case: Case, *, device: str = "cpu", seed: int = 0) -> Problem:
     if case.operation == "dense":
         inputs["lse"] = 5 + normal(1, shape.tokens, shape.heads, kind=statistics)  # any denominator will do
     return Problem(case, layout, inputs)
+
+
+def _stays_wide(name: str) -> bool:
+    """Whether a layer keeps this weight in fp32 whatever the others are."""
+    return name.endswith(("attn_sink", "ape", "weights_proj.weight"))

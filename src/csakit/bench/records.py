@@ -1,8 +1,13 @@
-"""One row per figure: what was measured, where, and the number with its quantiles; as CSV and JSON."""
+"""One row per figure: what was measured, where, and the number with its quantiles; as CSV and JSON.
+
+A file grows while a run goes on: the rows of a contest are written together, in one piece, as soon as they are measured.
+"""
 
 from __future__ import annotations
 
 import csv
+import io
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -11,6 +16,20 @@ from typing import Any
 from .figures import Figure, beyond_noise
 from .shapes import Case, Shape
 
+# where the time of a call goes, see profile.py
+PARTS = (
+    "attention",
+    "scoring",
+    "objective",
+    "compression",
+    "projections",
+    "rotation and norms",
+    "experts",
+    "streams",
+    "optimizer",
+    "other",
+    "python",
+)
 FIGURES = {
     # name: (unit, whether less is better)
     "error": ("relative", True),
@@ -19,9 +38,14 @@ FIGURES = {
     "device": ("ms", True),
     "throughput": ("GF/s", False),
     "of peak": ("%", False),
-    "speedup": ("x", False),
+    "speedup": ("x", False),  # over the baseline, another provider at the same case
+    "against": ("x", False),  # over itself at the baseline, another case of the contest
+    "tokens": ("tokens/s", False),
     "memory peak": ("MiB", True),
     "memory extra": ("MiB", True),
+    "import": ("ms", True),
+    "first call": ("ms", True),
+    **{f"part {name}": ("ms", True) for name in PARTS},
 }
 STATUSES = ("ok", "disagrees", "skipped", "failed")
 PEAK = "matrix product"  # the provider whose throughput is the machine's peak
@@ -35,7 +59,7 @@ class Row:
         status: ok; disagrees: not timed, the results were wrong; skipped: not run, note says why; failed: it raised.
         figure: a key of FIGURES; rows of a provider that was not timed have the figure error alone.
         value, low, high: median, 20 and 80 % quantile; None where there is none.
-        baseline: for speedup, who it is relative to.
+        baseline: for speedup and against, who or what it is relative to.
         provider_version .. date: what it ran on.
     """
 
@@ -75,7 +99,7 @@ class Row:
     @property
     def case(self) -> Case:
         shape = Shape(**{field.name: getattr(self, field.name) for field in fields(Shape)})
-        return Case(self.operation, shape, self.selection, self.dtype)
+        return Case(self.operation, shape, self.selection, self.dtype, self.threads)
 
     @property
     def numbers(self) -> Figure | None:
@@ -86,7 +110,7 @@ class Row:
     @property
     def key(self) -> tuple[Any, ...]:
         """What makes two rows of two runs the same measurement."""
-        return (self.case, self.provider, self.figure, self.baseline, self.device, self.threads)
+        return (self.case, self.provider, self.figure, self.baseline, self.device, self.allocator)
 
 
 COLUMNS = tuple(field.name for field in fields(Row))
@@ -94,16 +118,30 @@ _WHOLE = {"tokens", "heads", "width", "topk", "window", "ratio", "index_heads", 
 _REAL = {"value", "low", "high", "load"}
 
 
-def write_csv(path: Path, rows: Iterable[Row]) -> None:
-    """Writes the rows under a line of column names."""
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+def append(path: Path, rows: Iterable[Row]) -> None:
+    """Writes rows behind those of a table, which may be new.
+
+    The file is replaced as a whole: whoever is stopped leaves whole contests behind.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    before = path.read_text() if path.exists() else ""
+    if not before:
         writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
+    writer.writerows(asdict(row) for row in rows)
+    unfinished = path.with_name(f"{path.name}.part")
+    with unfinished.open("w") as file:
+        file.write(before + text.getvalue())
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)
 
 
 def read_csv(path: Path) -> list[Row]:
-    """The rows of a file that `write_csv` wrote.
+    """The rows of a table.
 
     Raises:
         ValueError: other columns, or a value that is no number where one belongs.

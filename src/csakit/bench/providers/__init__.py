@@ -1,8 +1,10 @@
 """Who is measured. A provider computes an operation of a Problem its own way; `find` gives one by name.
 
 csakit-NAME         csakit's backend of that name, for every name it has
+csakit-nn           layers of csakit.nn
+csakit-installed    stock layers and models with csakit installed
 eager               what a good author writes by hand
-transformers        the functions of stock DeepSeek-V4 in Transformers
+transformers        the functions, layers and models of stock DeepSeek-V4 in Transformers
 megatron            Megatron-LM's unfused functions, from a checkout
 module:attribute    your own: an object like `Provider`
 """
@@ -18,10 +20,11 @@ from torch import Tensor
 from csakit import backends
 
 from ..problem import Problem
-from ..shapes import Case
+from ..shapes import KERNELS, LAYERS, Case
 
 Results = dict[str, Tensor]
 
+OTHERS = ("csakit-nn", "csakit-installed", "eager", "transformers", "megatron")
 ORACLE = "reference"  # the backend everybody is compared with; it is measured only when asked for
 
 
@@ -51,6 +54,8 @@ class Provider(Protocol):
             attend*          out [1, T, H, D]; with the teacher also log_mass [1, T, K] or, normalised, teacher [1, T, K], for the slots of
                              `indices`; with backward d_q, d_kv, d_entries, d_sink
             select           indices [1, T, K], any order, -1 empty
+            layers           out [1, T, d]; with backward d_hidden, and d_NAME of each weight that it trains
+            step             loss, nats per predicted token
             distill, dense   loss = sum of weight * KL / problem.divisor; d_q_index, d_k_index, d_weights. A provider that distils another
                              selection than `picked` returns it as indices
 
@@ -60,8 +65,12 @@ class Provider(Protocol):
         ...
 
 
-def names(*, megatron: bool = False) -> list[str]:
+def names(operation: str, *, megatron: bool = False) -> list[str]:
     """The providers measured when none is named."""
+    if operation in LAYERS:
+        return ["csakit-nn", "csakit-installed", "transformers"]
+    if operation not in KERNELS:
+        return ["csakit-installed", "transformers"]
     return [f"csakit-{name}" for name in backends.NAMES if name != ORACLE] + ["eager", "transformers"] + ["megatron"] * megatron
 
 
@@ -81,6 +90,10 @@ def find(name: str, *, megatron: str | None = None) -> Provider:
         from .own import Own
 
         return Own(name.removeprefix("csakit-"))
+    if name in ("csakit-nn", "csakit-installed"):
+        from .modules import Installed, Module
+
+        return Module() if name == "csakit-nn" else Installed()
     if name == "eager":
         from .eager import Eager
 
@@ -97,9 +110,7 @@ def find(name: str, *, megatron: str | None = None) -> Provider:
         return Megatron(megatron)
     if ":" in name:
         return _custom(name)
-    raise ValueError(
-        f"provider must be one of {', '.join([*known, 'eager', 'transformers', 'megatron'])}, or module:attribute; got {name!r}"
-    )
+    raise ValueError(f"provider must be one of {', '.join([*known, *OTHERS])}, or module:attribute; got {name!r}")
 
 
 def _custom(name: str) -> Provider:

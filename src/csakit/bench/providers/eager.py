@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ..problem import Problem
-from ..shapes import ATTENTION, Case
-from . import Results
+from ..shapes import ATTENTION, KERNELS, Case
+from . import Results, Unsupported
 
 
 class Eager:
@@ -38,6 +38,8 @@ class Eager:
     def prepare(self, problem: Problem) -> Callable[[], Results]:
         if problem.case.operation in ATTENTION:
             return _attention(problem)
+        if problem.case.operation not in KERNELS:
+            raise Unsupported("the eager author wrote kernels only")
         return {"select": _select, "distill": _distill, "dense": _dense}[problem.case.operation](problem)
 
 

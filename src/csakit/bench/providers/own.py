@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import csakit
 
 from ..problem import Problem
-from ..shapes import ATTENTION, Case
+from ..shapes import ATTENTION, KERNELS, Case
 from . import ORACLE, Results, Unsupported
 
 
@@ -31,6 +31,8 @@ class Own:
 
     def prepare(self, problem: Problem) -> Callable[[], Results]:
         operation = problem.case.operation
+        if operation not in KERNELS:
+            raise Unsupported("a backend has kernels only")
         build = {"select": self._select, "distill": self._distill, "dense": self._dense}.get(operation, self._attend)
         with self._forced():
             work = build(problem)

@@ -1,4 +1,4 @@
-"""The functions of stock DeepSeek-V4 in Transformers: its eager attention and its index scorer.
+"""Stock DeepSeek-V4 in Transformers: its eager attention, its index scorer, and its layers and models as they stand.
 
 The attention function is called as the attention module calls it, on one key row for window and entries together and a mask that the
 compressor's bias extends; the scorer is the module itself, with an identity in place of its weight projection. What lies between (the bias
@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from ..problem import Problem
-from ..shapes import ATTENTION, Case
+from ..shapes import ATTENTION, HCA_RATIO, KERNELS, LAYERS, Case
 from . import Results, Unsupported
+from .modules import hosted
 
 
 class Stock:
@@ -35,6 +36,11 @@ class Stock:
 
     def bytes_needed(self, case: Case) -> int:
         shape = case.shape
+        if case.operation in LAYERS:
+            entries = {"sliding": 0, "csa": shape.entries, "hca": shape.tokens // HCA_RATIO}[case.kind]
+            return 4 * shape.heads * shape.tokens * (shape.tokens + entries) * (6 if case.backward else 4)
+        if case.operation == "step":
+            return 0
         if case.operation in ATTENTION:
             size = 4 if case.dtype == "float32" else 8
             scores = size * shape.heads * (shape.tokens + shape.entries) * (shape.tokens + shape.width)
@@ -46,7 +52,9 @@ class Stock:
             return self._attention(problem)
         if problem.case.operation == "select":
             return self._select(problem)
-        raise Unsupported("stock Transformers has no indexer objective")
+        if problem.case.operation in KERNELS:
+            raise Unsupported("stock Transformers has no indexer objective")
+        return hosted(problem, own=False)
 
     def _attention(self, problem: Problem) -> Callable[[], Results]:
         shape, operation, x = problem.case.shape, problem.case.operation, problem.leaves()
