@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import csakit
 from csakit import Layout
 
-HEADS, WIDTH, ROPE, HIDDEN, LATENT, WINDOW, RATIO, TOPK = 3, 8, 4, 12, 10, 5, 4, 3
+HEADS, WIDTH, ROPE, HIDDEN, LATENT, WINDOW, RATIO, TOPK = 4, 8, 4, 12, 10, 5, 4, 3
 COEFFICIENT = 0.7
 
 
@@ -39,8 +39,11 @@ class Data(NamedTuple):
     qr: Tensor  # [T, B, latent]
 
 
-def make_layer(csa: Any, monkeypatch: Any, **settings: Any) -> Any:
-    """A CSA layer in float64 and training mode."""
+ONE_RANK = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+
+
+def make_layer(csa: Any, monkeypatch: Any, tp: Any = ONE_RANK, cp: Any = ONE_RANK, mtp: bool = False, **settings: Any) -> Any:
+    """A CSA layer in float64 and training mode; with tp one rank's heads of it."""
     from megatron.core.models.common.embeddings import RotaryEmbedding
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
@@ -50,8 +53,8 @@ def make_layer(csa: Any, monkeypatch: Any, **settings: Any) -> Any:
     monkeypatch.setattr(csa, "rotate_activation", lambda x: x)
     monkeypatch.setattr(csa.DSAIndexerLossAutoScaler, "main_loss_backward_scale", None)
     monkeypatch.setattr(csa.DSAIndexerLossLoggingHelper, "tracker", {})
-    group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
-    config = MLATransformerConfig(num_layers=2, hidden_size=HIDDEN, num_attention_heads=HEADS, use_cpu_initialization=True)
+    heads = HEADS // tp.size()
+    config = MLATransformerConfig(num_layers=2, hidden_size=HIDDEN, num_attention_heads=heads, use_cpu_initialization=True)
     chosen = {
         "csa_window_size": WINDOW, "v_head_dim": WIDTH, "qk_pos_emb_head_dim": ROPE, "q_lora_rank": LATENT, "init_method": nn.init.normal_,
         "dsa_indexer_n_heads": 2, "dsa_indexer_head_dim": 6, "dsa_indexer_topk": TOPK, "dsa_indexer_loss_coeff": COEFFICIENT,
@@ -71,12 +74,13 @@ def make_layer(csa: Any, monkeypatch: Any, **settings: Any) -> Any:
         layer_number=1,
         attn_mask_type=None,
         attention_type="self",
-        pg_collection=SimpleNamespace(tp=group, cp=group),
-        rotary_pos_emb=RotaryEmbedding(ROPE, rotary_percent=1.0, use_cpu_initialization=True, cp_group=group),
+        pg_collection=SimpleNamespace(tp=tp, cp=cp),
+        rotary_pos_emb=RotaryEmbedding(ROPE, rotary_percent=1.0, use_cpu_initialization=True, cp_group=cp),
         compress_ratio=RATIO,
+        is_mtp_layer=mtp,
     )
     with torch.no_grad():
-        layer.attn_sink.copy_(torch.tensor([0.5, -1.0, 2.0]))
+        layer.attn_sink.copy_(torch.tensor([0.5, -1.0, 2.0, 0.0]).chunk(tp.size())[tp.rank()])
     return layer.double().train()
 
 
@@ -87,10 +91,28 @@ def make_data(tokens: int, rows: int, seed: int = 1) -> Data:
     return Data(*(x.requires_grad_() for x in (3 * query, *rest)))
 
 
-def run(layer: Any, data: Data, packed: Any = None) -> Tensor:
-    """The layer's own forward; with PackedSeqParams the queries come as [T, H, D]."""
+def run(layer: Any, data: Data, packed: Any = None, boundary: Any = (None, None)) -> Tensor:
+    """The layer's own forward; with PackedSeqParams the queries come as [T, H, D]. boundary: what lies before a context-parallel rank."""
     query = data.query if packed is None else data.query.squeeze(1)
-    return layer(query, data.key, data.key, None, x=data.x, qr=data.qr, packed_seq_params=packed)
+    hidden, kv = boundary
+    return layer(
+        query, data.key, data.key, None, x=data.x, qr=data.qr, packed_seq_params=packed, boundary_hidden=hidden, boundary_kv=kv
+    )  # fmt: skip
+
+
+def offsets(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+def packed_params(real: list[int], room: list[int], **settings: Any) -> Any:
+    """Documents of `real` tokens, each in `room` tokens of the row."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    padded = offsets(room) if room != real else None
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=offsets(real), cu_seqlens_kv=offsets(real), cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded,
+        max_seqlen_q=max(room), max_seqlen_kv=max(room), **settings,
+    )  # fmt: skip
 
 
 def expected(layer: Any, data: Data, sparse: bool = True, denominator: str = "attended") -> tuple[Tensor, Tensor]:
@@ -111,12 +133,27 @@ def expected(layer: Any, data: Data, sparse: bool = True, denominator: str = "at
         visible = csakit.attend(q, kv, entries, layout, **options).lse
         scores = picked.scores if sparse else csakit.index_scores(index_q, index_k, weights, layout, scale=layer.indexer.softmax_scale)
         lse = seen.lse if sparse and denominator == "attended" else visible
-        if denominator == "entries":  # the mistake: neither window nor sink
+        if denominator.endswith("entries"):  # the mistake: neither window nor sink; over the selected or over all visible entries
             bare = Layout.batch(rows, tokens, ratio=RATIO, window=0)
-            lse = csakit.attend(q, None, entries, bare, indices=picked.indices if sparse else None, scale=layer.softmax_scale).lse
+            among = picked.indices if sparse and denominator == "selected entries" else None
+            lse = csakit.attend(q, None, entries, bare, indices=among, scale=layer.softmax_scale).lse
         mass = csakit.teacher_log_mass(q, entries, lse, layout, indices=picked.indices if sparse else None, scale=layer.softmax_scale)
         loss = csakit.distill(scores, mass, layout, divisor=1.0).loss
     return seen.out.flatten(2).transpose(0, 1), loss
+
+
+def by_document(layer: Any, data: Data, real: list[int], room: list[int], sparse: bool = True) -> tuple[Tensor, Tensor]:
+    """What `expected` gives for each packed document by itself, 0 on padding: (out, the sum of KL)."""
+    parts, total, begin = [], data.query.new_zeros(()), 0
+    for length, space in zip(real, room):
+        if length:
+            part, kl = expected(layer, Data(*(x[begin : begin + length] for x in data)), sparse)
+            parts.append(part)
+            total = total + kl
+        parts.append(data.query.new_zeros(space - length, 1, HEADS * WIDTH))
+        begin += space
+    parts.append(data.query.new_zeros(data.query.shape[0] - begin, 1, HEADS * WIDTH))
+    return torch.cat(parts), total
 
 
 def gradients(total: Tensor, layer: Any, data: Data) -> dict[str, Tensor]:

@@ -1,12 +1,11 @@
-"""The Megatron adapter without a checkout: its layout conversions, tensor parallelism, loss scale, and what it refuses.
+"""The Megatron adapter without a checkout: its layout conversions, context and tensor parallelism.
 
 `layer` here holds only the attributes the adapter reads from a CSA layer; `test_megatron.py` runs the real one.
 """
 
 from __future__ import annotations
 
-import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,9 +14,8 @@ from torch import Tensor
 
 import csakit
 from csakit import Layout
-from csakit.integrations import megatron
+from csakit.integrations.megatron import context
 from csakit.integrations.megatron.layer import Inputs, forward, sbhd_inputs, thd_inputs
-from csakit.integrations.megatron.methods import parameters, replacements, with_loss_scale
 
 HEADS, WIDTH, RATIO, WINDOW, INDEX_HEADS, INDEX_WIDTH, TOPK, COEFFICIENT = 4, 6, 4, 3, 8, 5, 2, 0.5
 
@@ -46,10 +44,10 @@ def random_inputs(layout: Layout) -> Inputs:
 
 def test_sbhd_tensors_are_transposed_and_kv_full_is_cut_behind_the_tokens() -> None:
     want = random_inputs(Layout.batch(2, 10, ratio=RATIO, window=WINDOW))
-    q, kv, entries, *index = (x.transpose(0, 1) for x in want[1:])
+    q, kv, entries, *index = (x.transpose(0, 1) for x in want[1:7])
     hidden = torch.zeros(1, requires_grad=True)
     got = sbhd_inputs(make_layer(tuple(index)), q, hidden, hidden, torch.cat([kv, entries]), 10, None)
-    for x, y in zip(got[1:], want[1:]):
+    for x, y in zip(got[1:7], want[1:7]):
         assert torch.equal(x, y)
     assert got.layout.positions.shape == (2, 10) and (got.layout.ratio, got.layout.window) == (RATIO, WINDOW)
 
@@ -140,58 +138,119 @@ def test_heads_sharded_over_a_tensor_parallel_group_give_the_loss_of_all_heads(t
                 assert gap(torch.tensor(got, dtype=torch.float64), torch.tensor(whole, dtype=torch.float64)) < 1e-12
 
 
-class Scaler:
-    main_loss_backward_scale: Tensor | None = None
+class Ranks:
+    """A stand-in for Megatron's context-parallel path on WORLD ranks, one after the other: two documents, 24 tokens, a cut inside a block.
 
-    @classmethod
-    def set_loss_scale(cls, scale: Tensor) -> None:
-        cls.main_loss_backward_scale = scale
+    The gathered buffer holds the host's compressed rows (padding is compressed too) in no order; `in_order` says where each is.
+    """
+
+    world, rows, boundary = 2, 12, 8
+    real, room = torch.tensor([0, 9, 9, 18]), torch.tensor([0, 10, 10, 24])
+
+    def __init__(self) -> None:
+        self.layout = Layout.packed(self.real, cu_seqlens_padded=self.room, tokens=24, ratio=RATIO, window=WINDOW)
+        self.whole = Inputs(*(x.requires_grad_() if isinstance(x, Tensor) else x for x in random_inputs(self.layout)[:7]))
+        self.cu_compressed = torch.tensor([0, 2, 2, 5])
+        numbers = torch.tensor([0, 1, 2, 3])  # the host's number of each of the layout's entries; 4 is made of padding
+        self.in_order = torch.tensor([6, 1, 4, 3, 0, -1])
+        self.buffer = [torch.zeros(8, x.shape[2], dtype=x.dtype).index_put((self.in_order[numbers],), x[0, :4]) for x in self.whole[3:6:2]]
+        self.buffer = [x.index_put((self.in_order[4],), torch.tensor(99.0, dtype=x.dtype)) for x in self.buffer]
+        self.chosen: list[Tensor] = []
+
+    def layer(self, rank: int, **settings) -> SimpleNamespace:
+        layer = make_layer(**settings)
+        layer.pg_collection = SimpleNamespace(cp=SimpleNamespace(rank=lambda: rank, size=lambda: self.world))
+        layer.use_fused_kernels = False
+        return layer
+
+    def path(self, attention: str, skip: str = "") -> object:
+        """Megatron's method, as far as csakit sees it, with csakit's functions in it."""
+        prepared = context.prepared(lambda *_: (None, None, self.in_order.to(torch.int32)))
+        selected = context.selected(attention)(lambda *_, **__: (torch.zeros(self.rows, TOPK, dtype=torch.int32), None))
+        csa = SimpleNamespace(unfused_compressed_sparse_attn=lambda query, *_: 2 * query.flatten(1))
+        attended = context.attended(attention, "attended", csa)(lambda *_: (None, None))
+
+        def stock(layer, query, key, x, qr, boundary_hidden, boundary_kv, packed_seq_params):
+            rank = layer.pg_collection.cp.rank()
+            own = slice(rank * self.rows, (rank + 1) * self.rows)
+            prepared(x, boundary_hidden, self.room, self.cu_compressed, rank * self.rows, self.world, RATIO)
+            index = self.whole.q_index[0, own], self.whole.weights[0, own], self.buffer[1].index_select(0, self.in_order.clamp(min=0))
+            if skip != "selection":
+                chosen, _ = selected(
+                    *index, self.room, self.cu_compressed, rank * self.rows, RATIO, TOPK, 0.4, max_seqlen_q=14, use_fused=False
+                )
+                self.chosen.append(chosen)
+            kv_full = torch.cat([boundary_kv, self.whole.kv[0, own], self.buffer[0]])
+            if skip or not layer.training:
+                return query.flatten(1)[:, None]
+            out, loss = attended(query, kv_full, layer.attn_sink, *[None] * 15)
+            self.losses.append(loss)
+            return out[:, None]
+
+        return context.method(attention)(stock)
+
+    def run(self, attention: str = "csakit", skip: str = "", **settings) -> Tensor:
+        """The output of all ranks, [T, 1, H * D]; their losses are in `losses`."""
+        self.losses: list[Tensor] = []
+        method, parts = self.path(attention, skip), []
+        packed = SimpleNamespace(cu_seqlens_q=self.real, cu_seqlens_q_padded=self.room)
+        for rank in range(self.world):
+            own = slice(rank * self.rows, (rank + 1) * self.rows)
+            before = torch.cat([torch.full((self.boundary, WIDTH), torch.nan), self.whole.kv[0]])[rank * self.rows :][: self.boundary]
+            hidden = torch.zeros(self.boundary, 1, 1)
+            parts.append(method(self.layer(rank, **settings), self.whole.q[0, own], None, None, None, hidden, before, packed))
+        return torch.cat(parts)
 
 
-@pytest.mark.parametrize("per_token, context_parallel, want", [(False, None, 128.0), (False, 2, 256.0), (True, 2, 512.0)])
-def test_a_missing_loss_scale_is_that_of_the_main_loss(per_token: bool, context_parallel: int | None, want: float) -> None:
-    cured: list[bool] = []
-    config = SimpleNamespace(calculate_per_token_loss=per_token, grad_scale_func=lambda one: 512 * one)
-
-    def step(output, config, num_microbatches, cp_group_size=None):
-        return output, 0
-
-    scaled = with_loss_scale(step, Scaler, cured.append)
-    for _ in range(2):
-        Scaler.main_loss_backward_scale = torch.tensor(1.0)  # left over from an earlier step
-        scaled(torch.zeros(1), config, num_microbatches=4, cp_group_size=context_parallel)
-        assert Scaler.main_loss_backward_scale is not None and float(Scaler.main_loss_backward_scale) == want
-    assert cured == [True, True]
-
-
-def test_a_host_that_sets_the_loss_scale_keeps_its_own() -> None:
-    cured: list[bool] = []
-
-    def step(output, config, num_microbatches, cp_group_size=None):
-        Scaler.set_loss_scale(torch.tensor(7.0))
-        return output, 0
-
-    with_loss_scale(step, Scaler, cured.append)(torch.zeros(1), None, 4)
-    assert float(Scaler.main_loss_backward_scale) == 7.0 and cured == [False]
+@pytest.mark.parametrize("per_token", [False, True], ids=["mean", "per token"])
+@pytest.mark.parametrize("sparse", [True, False], ids=["sparse", "dense"])
+def test_the_ranks_of_a_context_parallel_row_give_what_one_rank_gives(sparse: bool, per_token: bool) -> None:
+    ranks, settings = Ranks(), {"dsa_indexer_use_sparse_loss": sparse, "calculate_per_token_loss": per_token}
+    out = ranks.run(**settings)
+    want_out, want_loss = forward(make_layer(**settings), ranks.whole, "attended")
+    assert_close(out, want_out)
+    assert want_loss is not None
+    assert_close(torch.stack(ranks.losses).sum(), want_loss)
+    leaves, upstream = ranks.whole[1:7], torch.randn_like(out)
+    got = torch.autograd.grad((out * upstream).sum() + 3 * sum(ranks.losses), leaves)
+    want = torch.autograd.grad((want_out * upstream).sum() + 3 * want_loss, leaves)
+    assert_close(dict(enumerate(got)), dict(enumerate(want)))
+    picked = csakit.select(ranks.whole.q_index, ranks.whole.k_index, ranks.whole.weights, TOPK, ranks.layout, scale=0.4).indices[0]
+    first = torch.tensor([0] * 10 + [2] * 14)[:, None]  # numbers within the document go to Megatron's kernels
+    assert torch.equal(torch.cat(ranks.chosen), torch.where(picked >= 0, picked - first, -1).to(torch.int32))
 
 
-def test_the_known_parameters_of_each_method_are_written_down_in_one_place() -> None:
-    def stock(*_: object) -> None: ...
+def test_megatrons_attention_can_stay_in_the_context_parallel_path() -> None:
+    ranks = Ranks()
+    out = ranks.run("megatron")
+    assert torch.equal(out[:, 0], 2 * ranks.whole.q[0].flatten(1))
+    _, want = forward(make_layer(), ranks.whole, "attended")
+    assert want is not None
+    assert_close(torch.stack(ranks.losses).sum(), want)
+    layer = ranks.layer(0)
+    layer.use_fused_kernels = True
+    with pytest.raises(RuntimeError, match='attention="megatron" has no fused output in the context-parallel path'):
+        ranks.path("megatron")(layer, ranks.whole.q[0, :12], None, None, None, torch.zeros(8, 1, 1), None, None)
 
-    known = {name: parameters(make(stock)) for name, make in replacements(None, "csakit", "attended").items()}
-    assert known["_forward_unfused_csa"] == [
-        "self", "query", "x", "qr", "kv_full", "compressed_kv", "n_compressed", "offset", "window_idxs", "packed_seq_params",
-    ]  # fmt: skip
-    assert all(names[0] == "self" and "packed_seq_params" in names for names in known.values()) and len(known) == 5
+
+def test_without_a_coefficient_a_context_parallel_step_gives_the_indexer_zero_gradients() -> None:
+    ranks = Ranks()
+    out = ranks.run(skip="loss", dsa_indexer_loss_coeff=None)
+    for gradient in torch.autograd.grad(out.sum(), [ranks.whole.q_index, ranks.whole.k_index, ranks.whole.weights]):
+        assert not gradient.any()
 
 
-def test_without_a_megatron_that_has_csa_the_error_says_what_is_needed(monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "megatron", ModuleType("megatron"))
-    for name in [name for name in sys.modules if name.startswith("megatron.")]:
-        monkeypatch.delitem(sys.modules, name)
-    with pytest.raises(ImportError, match="put a checkout of its dev branch on the Python path"):
-        megatron.install()
-    with pytest.raises(ValueError, match="denominator must be 'attended' or 'visible'; got 'full'"):
-        megatron.install(denominator="full")
-    with pytest.raises(ValueError, match="attention must be 'csakit' or 'megatron'; got 'host'"):
-        megatron.install(attention="host")
+@pytest.mark.parametrize("skipped", ["selection", "loss"])
+def test_a_context_parallel_path_that_goes_round_csakit_is_an_error(skipped: str) -> None:
+    with pytest.raises(RuntimeError, match=f"context-parallel path did not ask for the {skipped}"):
+        Ranks().run(skip=skipped)
+
+
+def test_outside_of_a_training_step_megatrons_context_parallel_functions_are_megatrons() -> None:
+    assert context.prepared(lambda *_: "made")(*range(7)) == "made"
+    assert context.selected("csakit")(lambda *a, **k: (a, k))(*range(9), max_seqlen_q=1, use_fused=True)[1] == {
+        "max_seqlen_q": 1,
+        "use_fused": True,
+    }
+    made = context.attended("csakit", "attended", None)(lambda *a, **k: (len(a), k))
+    assert made(*range(18)) == (18, {}) and made(*range(18), tp_group=3) == (18, {"tp_group": 3})

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib
 import inspect
+import re
+import textwrap
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from .methods import parameters, replacements, with_loss_scale
+from . import context
+from .methods import replacements
+from .scale import with_loss_scale
 
 _VARIANTS = "megatron.core.transformer.experimental_attention_variant"
 _PLACES = {
@@ -15,6 +21,8 @@ _PLACES = {
     "_forward_unfused_csa_thd": "unfused, packed rows",
     "_forward_fused_indexer_training": "fused training, SBHD",
     "_forward_fused_indexer_training_thd": "fused training, packed rows",
+    "_forward_thd_cp": "context parallel",
+    "_unfused_indexer_sparse_attn_from_topk": "context parallel",
 }
 _ACTIONS = {
     "csakit": "csakit's selection, attention, teacher and indexer loss",
@@ -24,6 +32,7 @@ _CALLED = {
     "CSAIndexer.forward_before_topk": ["self", "x", "qr", "packed_seq_params"],
     "DSAIndexerLossAutoScaler.set_loss_scale": ["scale"],
     "DSAIndexerLossLoggingHelper.save_loss_to_tracker": ["loss", "layer_number", "num_layers"],
+    "unfused_compressed_sparse_attn": ["query", "kv_full", "attn_sink", "topk_indices", "softmax_scale"],
     "CompressedSparseAttention._forward_fused_indexer_inference": [
         "self", "query", "x", "qr", "kv_full", "n_compressed", "offset", "window_idxs", "packed_seq_params",
     ],
@@ -32,6 +41,7 @@ _CALLED = {
         "window_idxs", "max_seqlen_q", "max_seqlen_compressed_idx", "max_seqlen_kv",
     ],
 }  # fmt: skip
+_TEACHER = re.compile(r"fused.*indexer", re.IGNORECASE)  # what Megatron's functions that make teacher and loss are called
 
 
 class Site(NamedTuple):
@@ -40,6 +50,7 @@ class Site(NamedTuple):
     name: str  # module, class and function
     file: str  # path:line of the original
     action: str  # what stands there now
+    calls: tuple[str, ...] = ()  # path:line of each use, in the original, of a function that makes Megatron's own teacher and loss
 
 
 class Handle:
@@ -47,12 +58,14 @@ class Handle:
 
     Attributes:
         sites: the patched places.
-        scale_cured: whether csakit had to set the scale of the indexer's loss because Megatron did not; None before the first step.
+        scale_cured: whether the scale that Megatron gave the indexer's loss was missing or wrong; None before the first step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, options: tuple[str, str]) -> None:
         self.sites: list[Site] = []
         self.scale_cured: bool | None = None
+        self._options = options
+        self._borrowed = 0
         self._patches: list[tuple[Any, str, Any, Any]] = []
 
     def remove(self) -> None:
@@ -72,17 +85,23 @@ class Handle:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.remove()
+        if self._borrowed:  # an inner `with install()` leaves the outer installation as it found it
+            self._borrowed -= 1
+        else:
+            self.remove()
 
     def __str__(self) -> str:
-        state = "installed" if self._patches else "removed"
-        return "\n".join([f"csakit in Megatron-LM, {state}:", *(f"  {s.name} ({s.file}): {s.action}" for s in self.sites)])
+        lines = [f"csakit in Megatron-LM, {'installed' if self._patches else 'removed'}:"]
+        for site in self.sites:
+            lines.append(f"  {site.name} ({site.file}): {site.action}")
+            lines += [f"    in place of Megatron's teacher at {call}" for call in site.calls]
+        return "\n".join(lines)
 
     def _patch(self, owner: Any, name: str, ours: Any, action: str) -> None:
         stock = owner.__dict__[name]
-        file, line = inspect.getsourcefile(stock), inspect.getsourcelines(stock)[1]
         where = owner.__name__ if inspect.ismodule(owner) else f"{owner.__module__}.{owner.__qualname__}"
-        self.sites.append(Site(f"{where}.{name}", f"{file}:{line}", action))
+        self.sites.append(Site(f"{where}.{name}", _location(stock), action, _teacher_calls(stock)))
+        ours.csakit_handle = self
         self._patches.append((owner, name, stock, ours))
         setattr(owner, name, ours)
 
@@ -90,8 +109,9 @@ class Handle:
 def install(*, attention: str = "csakit", denominator: str = "attended") -> Handle:
     """csakit inside every CSA layer that has an indexer, now and later built, until the handle is removed.
 
-    Layers without an indexer, inference through the fused kernels, projections, compressors, norms and rotations stay Megatron's. The
-    loss goes the way of Megatron's own: through its auto-scaler into the layer's output, and to its loss tracker.
+    Layers without an indexer, inference through the fused kernels, projections, compressors, norms, rotations and the exchange between
+    context parallel ranks stay Megatron's. The loss goes the way of Megatron's own: through its auto-scaler into the layer's output, and
+    to its loss tracker. Installing again with the same options gives the same handle.
 
     Args:
         attention: whose selection and attention give the layer's output. "csakit"; or "megatron": Megatron's own run, fused or not, and
@@ -101,26 +121,38 @@ def install(*, attention: str = "csakit", denominator: str = "attended") -> Hand
 
     Raises:
         ImportError: no Megatron-LM with CSA can be imported.
-        RuntimeError: an installation exists already, or a function that csakit would replace or call has other parameters than those it
-            knows; the message names each, and nothing is changed.
+        RuntimeError: an installation with other options exists, somebody else has patched a place, or a function that csakit would
+            replace or call has other parameters than those it knows; the message names each, and nothing is changed.
         ValueError: another word for attention or denominator.
     """
     for name, value, words in (("attention", attention, tuple(_ACTIONS)), ("denominator", denominator, ("attended", "visible"))):
         if value not in words:
             raise ValueError(f"{name} must be {words[0]!r} or {words[1]!r}; got {value!r}")
     csa, schedules = import_megatron()
-    layer, scaler, handle = csa.CompressedSparseAttention, csa.DSAIndexerLossAutoScaler, Handle()
-    makers = replacements(csa.DSAIndexerLossLoggingHelper, attention, denominator)
-    patched = [name for name in makers if hasattr(layer.__dict__.get(name), "__wrapped__")]
-    if patched:
-        raise RuntimeError(f"CompressedSparseAttention.{patched[0]} is patched already; if that is an installation of csakit, remove() it")
-    ours = {name: make(layer.__dict__[name]) for name, make in makers.items() if name in layer.__dict__}
-    _refuse_unknown(csa, schedules, ours, set(makers))
-    for name, method in ours.items():
-        serves = f"{_ACTIONS[attention]} ({_PLACES[name]})" if name in _PLACES else "refuses to train: csakit does not serve this path"
-        handle._patch(layer, name, method, serves)
-    scaled = with_loss_scale(schedules.forward_step_calc_loss, scaler, functools.partial(setattr, handle, "scale_cured"))
-    handle._patch(schedules, "forward_step_calc_loss", scaled, "sets the scale of the indexer's loss where Megatron does not")
+    handle = Handle((attention, denominator))
+    places = _places(csa, attention, denominator)
+    present = [(owner, name, make) for owner, name, make in places if name in owner.__dict__]
+    for owner, name, _ in present:
+        there = getattr(owner.__dict__[name], "csakit_handle", None)
+        if there is not None and there._options == handle._options:
+            there._borrowed += 1
+            return there
+        if there is not None:
+            raise RuntimeError(f"csakit is installed already, with attention and denominator {there._options}; remove() that handle first")
+        if hasattr(owner.__dict__[name], "__wrapped__"):
+            raise RuntimeError(f"{owner.__name__}.{name} is patched already, not by csakit; undo that first")
+    ours = [(owner, name, make(owner.__dict__[name])) for owner, name, make in present]
+    _refuse_unknown(csa, schedules, ours, [(owner, name) for owner, name, _ in places])
+    for owner, name, function in ours:
+        action = f"{_ACTIONS[attention]} ({_PLACES[name]})" if name in _PLACES else "tells csakit, in a context-parallel training step"
+        handle._patch(owner, name, function, action)
+    scaled = with_loss_scale(
+        schedules.forward_step_calc_loss,
+        csa.DSAIndexerLossAutoScaler,
+        schedules.parallel_state.get_context_parallel_world_size,
+        functools.partial(setattr, handle, "scale_cured"),
+    )
+    handle._patch(schedules, "forward_step_calc_loss", scaled, "gives the indexer's loss the scale that is due")
     return handle
 
 
@@ -139,19 +171,30 @@ def import_megatron() -> tuple[Any, Any]:
         ) from error
 
 
-def _refuse_unknown(csa: Any, schedules: Any, ours: dict[str, Any], wanted: set[str]) -> None:
+def _places(csa: Any, attention: str, denominator: str) -> list[tuple[Any, str, Callable[..., Any]]]:
+    """(owner, name, what makes the successor) of everything that is replaced, but for the loss scale."""
+    layer, ranks = csa.CompressedSparseAttention, getattr(csa, "cp_utils", csa)
+    methods = replacements(csa.DSAIndexerLossLoggingHelper, attention, denominator)
+    return [
+        *((layer, name, make) for name, make in methods.items()),
+        (csa, "_unfused_indexer_sparse_attn_from_topk", context.attended(attention, denominator, csa)),
+        (ranks, "compute_cp_indexer_topk", context.selected(attention)),
+        (ranks, "prepare_cp_compressor_input", context.prepared),
+    ]
+
+
+def _refuse_unknown(csa: Any, schedules: Any, ours: list[tuple[Any, str, Any]], wanted: list[tuple[Any, str]]) -> None:
     """Raises RuntimeError unless everything csakit replaces or calls has the parameters it knows."""
-    attention = csa.CompressedSparseAttention
-    problems = [f"CompressedSparseAttention.{name} does not exist" for name in sorted(wanted - set(ours))]
-    for name, method in ours.items():
-        have, known = parameters(attention.__dict__[name]), parameters(method)
-        if have != known:
-            problems.append(f"CompressedSparseAttention.{name} takes {have}, known is {known}")
-    for path, known in _CALLED.items():
-        holder, name = path.split(".")
-        function = getattr(getattr(csa, holder), name, None)
-        if function is None or not set(known) <= set(parameters(function)):
-            problems.append(f"{path} should take {known}")
+    found = [(owner, name) for owner, name, _ in ours]
+    problems = [f"{owner.__name__}.{name} does not exist" for owner, name in wanted if (owner, name) not in found]
+    for owner, name, function in ours:
+        have, known = parameters(owner.__dict__[name]), parameters(function)
+        if have not in (known, parameters(function, required=True)):
+            problems.append(f"{owner.__name__}.{name} takes {have}, known is {known}")
+    for path, expected in _CALLED.items():
+        called = functools.reduce(lambda holder, name: getattr(holder, name, None), path.split("."), csa)
+        if called is None or not set(expected) <= set(parameters(called)):
+            problems.append(f"{path} should take {expected}")
     if not hasattr(csa.DSAIndexerLossAutoScaler, "main_loss_backward_scale"):
         problems.append("DSAIndexerLossAutoScaler has no main_loss_backward_scale")
     have = parameters(schedules.forward_step_calc_loss)
@@ -159,3 +202,21 @@ def _refuse_unknown(csa: Any, schedules: Any, ours: dict[str, Any], wanted: set[
         problems.append(f"schedules.forward_step_calc_loss takes {have}; config, num_microbatches and cp_group_size are needed")
     if problems:
         raise RuntimeError("this Megatron-LM differs from those csakit knows; nothing was changed:\n  " + "\n  ".join(problems))
+
+
+def parameters(function: Callable[..., Any], *, required: bool = False) -> list[str]:
+    """The names of a function's own parameters (functools.wraps makes inspect show the wrapped one's), or of those without a default."""
+    own = inspect.signature(function, follow_wrapped=False).parameters.values()
+    return [p.name for p in own if not required or p.default is inspect.Parameter.empty]
+
+
+def _location(function: Callable[..., Any]) -> str:
+    return f"{inspect.getsourcefile(function)}:{inspect.getsourcelines(function)[1]}"
+
+
+def _teacher_calls(function: Callable[..., Any]) -> tuple[str, ...]:
+    """path:line of each name in the function's body that belongs to Megatron's teacher and loss."""
+    lines, first = inspect.getsourcelines(function)
+    body = ast.parse(textwrap.dedent("".join(lines))).body[0]
+    found = {node.lineno for node in ast.walk(body) if isinstance(node, ast.Name) and _TEACHER.search(node.id)}
+    return tuple(f"{inspect.getsourcefile(function)}:{first + line - 1}" for line in sorted(found))

@@ -14,6 +14,7 @@ import csakit
 
 from ...backends.rows import INF
 from ...layout import Layout
+from ...selection import Selection
 from ..flash_mla import Addresses, packed_entries
 
 
@@ -27,6 +28,7 @@ class Inputs(NamedTuple):
     q_index: Tensor  # [B, T, I, C]
     k_index: Tensor  # [B, E, C]
     weights: Tensor  # [B, T, I]
+    tokens: Tensor | None = None  # scalar, the real tokens of all ranks where this is one rank's part; None: those of the layout
 
 
 def sbhd_inputs(layer: Any, query: Tensor, x: Tensor, qr: Tensor, kv_full: Tensor, offset: int, packed_seq_params: Any) -> Inputs:
@@ -66,22 +68,24 @@ def thd_inputs(
     return Inputs(
         layout,
         query[None],
-        _take(kv_full, addresses.tokens),
-        _take(kv_full, addresses.entries),
+        take(kv_full, addresses.tokens),
+        take(kv_full, addresses.entries),
         q_index.transpose(0, 1),
-        _take(k_index.squeeze(1), index_rows),
+        take(k_index.squeeze(1), index_rows),
         weights.transpose(0, 1),
     )
 
 
-def forward(layer: Any, inputs: Inputs, denominator: str, out: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """(out [T, B, H * D], the loss for Megatron's auto-scaler or None) of one layer; the given out, if Megatron has computed it.
+def forward(
+    layer: Any, inputs: Inputs, denominator: str, out: Tensor | None = None, picked: Selection | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """(out [T, B, H * D], the loss for Megatron's auto-scaler or None) of one layer; out and selection as given, if they are.
 
     In training the loss is coefficient * sum of KL / divisor; the divisor is 1 in per-token mode, where Megatron divides all gradients by
     its global token count, else the number of real tokens. Without a coefficient it is a 0 through which the indexer gets zero gradients:
     Megatron's gradient buckets wait for every parameter.
     """
-    layout, q, kv, entries, q_index, k_index, weights = inputs
+    layout, q, kv, entries, q_index, k_index, weights, tokens = inputs
     config, indexer = layer.config, layer.indexer
     training = layer.training and torch.is_grad_enabled()
     coefficient = float(config.dsa_indexer_loss_coeff or 0.0)
@@ -89,8 +93,9 @@ def forward(layer: Any, inputs: Inputs, denominator: str, out: Tensor | None = N
     attended = config.dsa_indexer_use_sparse_loss and denominator == "attended"
     options: dict[str, Any] = {"sink": layer.attn_sink, "scale": layer.softmax_scale}
 
-    topk = max(1, min(indexer.index_topk, layout.num_entries))
-    picked = csakit.select(q_index, k_index, weights, topk, layout, scale=indexer.softmax_scale)
+    if picked is None:
+        topk = max(1, min(indexer.index_topk, layout.num_entries))
+        picked = csakit.select(q_index, k_index, weights, topk, layout, scale=indexer.softmax_scale)
     mass = None
     if out is None:
         seen = csakit.attend(q, kv, entries, layout, indices=picked.indices, teacher=teach and attended, **options)
@@ -98,14 +103,14 @@ def forward(layer: Any, inputs: Inputs, denominator: str, out: Tensor | None = N
     if not training:
         return out, None
     if not teach:
-        return out, 0.0 * torch.where(picked.scores == -INF, 0, picked.scores).sum()
+        return out, no_loss(picked)
     if mass is None:
         chosen = picked.indices if config.dsa_indexer_use_sparse_loss else None
         with torch.no_grad():
             lse = csakit.attend(q, kv, entries, layout, indices=chosen if attended else None, **options).lse
     group = indexer.pg_collection.tp
     reduction: dict[str, Any] = {
-        "divisor": 1.0 if config.calculate_per_token_loss else None,
+        "divisor": 1.0 if config.calculate_per_token_loss else tokens,
         "group": group if group is not None and group.size() > 1 else None,
     }
     if not config.dsa_indexer_use_sparse_loss:
@@ -120,7 +125,12 @@ def forward(layer: Any, inputs: Inputs, denominator: str, out: Tensor | None = N
     return out, coefficient * result.loss
 
 
-def _take(rows: Tensor, index: Tensor) -> Tensor:
+def no_loss(picked: Selection) -> Tensor:
+    """A 0 with zero gradients for the indexer."""
+    return 0.0 * torch.where(picked.scores == -INF, 0, picked.scores).sum()
+
+
+def take(rows: Tensor, index: Tensor) -> Tensor:
     """rows[index], 0 where the index is -1: [N, D] and [B, M] -> [B, M, D]."""
     if not rows.shape[0]:
         return rows.new_zeros(*index.shape, rows.shape[1])

@@ -1,15 +1,14 @@
-"""The methods and the function that take the place of Megatron's. Their parameters are Megatron's: `handle` compares them."""
+"""The methods that take the place of Megatron's. Their parameters are Megatron's: `handle` compares them."""
 
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from . import context
 from .layer import Inputs, forward, sbhd_inputs, thd_inputs
 
 AttentionMethod = Callable[..., Any]
@@ -94,54 +93,10 @@ def replacements(logger: Any, attention: str, denominator: str) -> dict[str, Cal
 
         return method
 
-    def context_parallel(stock: AttentionMethod) -> AttentionMethod:
-        @functools.wraps(stock)
-        def method(self, query, key, x, qr, boundary_hidden, boundary_kv, packed_seq_params):
-            if self.indexer is not None and self.training and torch.is_grad_enabled():
-                raise RuntimeError(
-                    "csakit does not serve Megatron's context-parallel CSA path; train with context_parallel_size 1, "
-                    "or handle.remove() to go back to Megatron's own teacher"
-                )
-            return stock(self, query, key, x, qr, boundary_hidden, boundary_kv, packed_seq_params)
-
-        return method
-
     return {
         "_forward_unfused_csa": unfused,
         "_forward_unfused_csa_thd": unfused_thd,
         "_forward_fused_indexer_training": fused_training,
         "_forward_fused_indexer_training_thd": fused_training_thd,
-        "_forward_thd_cp": context_parallel,
+        "_forward_thd_cp": context.method(attention),
     }
-
-
-def parameters(function: Callable[..., Any]) -> list[str]:
-    """The names of a function's own parameters (functools.wraps makes inspect show the wrapped one's)."""
-    return list(inspect.signature(function, follow_wrapped=False).parameters)
-
-
-def with_loss_scale(stock: Callable[..., Any], scaler: Any, on_step: Callable[[bool], None]) -> Callable[..., Any]:
-    """Megatron's forward_step_calc_loss, after which the scale of the indexer's loss is set even where Megatron does not set it.
-
-    The scale is that of the main loss: grad_scale_func(1), and without per-token loss divided by the micro-batches (times the
-    context-parallel size). A Megatron that sets it for this attention variant keeps its own value.
-    """
-    signature = inspect.signature(stock)
-
-    @functools.wraps(stock)
-    def forward_step_calc_loss(*args: Any, **kwargs: Any) -> Any:
-        scaler.main_loss_backward_scale = None
-        result = stock(*args, **kwargs)
-        missing = scaler.main_loss_backward_scale is None
-        if missing:
-            call = signature.bind(*args, **kwargs)
-            call.apply_defaults()
-            config, one = call.arguments["config"], torch.ones(1, device=result[0].device)
-            scale = one if config.grad_scale_func is None else torch.as_tensor(config.grad_scale_func(one), device=one.device)
-            if not config.calculate_per_token_loss:
-                scale = scale * (call.arguments["cp_group_size"] or 1) / call.arguments["num_microbatches"]
-            scaler.set_loss_scale(scale)
-        on_step(missing)
-        return result
-
-    return forward_step_calc_loss
