@@ -7,8 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from csakit.train import corpus
-from csakit.train.config import DataConfig, ModelConfig, RunConfig, StageConfig
+from csakit.train import DataConfig, DenseStage, ModelConfig, RunConfig, SparseStage, WarmupStage, corpus
 from csakit.train.log import Console, read_metrics
 from csakit.train.loop import Trainer
 
@@ -18,7 +17,15 @@ TIMES = ("tokens_per_second",)
 
 def config(**changes: Any) -> RunConfig:
     """Four steps a stage over rows of 64 bytes, of which a query of the sparse stage selects 4 of up to 16 entries."""
-    stage = StageConfig(steps=STEPS, rows=2, ramp=1, learning_rate=3e-3, indexer_learning_rate=1e-2)
+    stage = {
+        "steps": STEPS,
+        "rows": 2,
+        "accumulation": 1,
+        "ramp": 1,
+        "schedule": "cosine",
+        "learning_rate": 3e-3,
+        "indexer_learning_rate": 1e-2,
+    }
     settings = {
         "model": ModelConfig(
             layers=("sliding", "csa", "hca", "csa"),
@@ -34,10 +41,10 @@ def config(**changes: Any) -> RunConfig:
             index_topk=4,
             moe_intermediate_size=32,
         ),
-        "data": DataConfig(path=str(Path(json.__file__).parent), sequence_length=64, heldout_rows=3),
-        "dense": stage,
-        "warmup": stage,
-        "sparse": stage,
+        "data": DataConfig(path=str(Path(json.__file__).parent), sequence_length=64, heldout_rows=2),
+        "dense": DenseStage(**stage),
+        "warmup": WarmupStage(**stage),
+        "sparse": SparseStage(**stage),
         "save_every": 3,
     }
     return RunConfig(**{**settings, **changes})

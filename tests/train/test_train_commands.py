@@ -12,9 +12,9 @@ from pathlib import Path
 import micro
 import pytest
 
-from csakit.cli import main
+from csakit.cli import main, parser, train
 from csakit.train import checkpoint, log
-from csakit.train.config import flat
+from csakit.train.settings import flat, read_toml
 
 
 def micro_options(**changes) -> list[str]:
@@ -80,9 +80,37 @@ def test_report_is_written_anew_from_the_folder_alone(finished, capsys):
 
 
 def test_the_folder_of_a_run_holds_its_settings_log_checkpoints_and_report(finished):
-    assert sorted(path.name for path in finished.iterdir()) == ["checkpoints", "metrics.jsonl", "report.html", "run.json"]
+    assert sorted(path.name for path in finished.iterdir()) == ["checkpoints", "metrics.jsonl", "report.html", "run.json", "run.toml"]
     stored = json.loads((finished / "run.json").read_text())
     assert stored["config"]["warmup"]["steps"] == 4 and stored["environment"]["torch"]
+
+
+def test_the_file_a_run_writes_starts_the_same_run(finished, tmp_path, capsys):
+    assert main(["train", str(finished / "run.toml"), "--stage", "dense", "--out", str(tmp_path / "again")]) == 0
+    again, first = ((folder / "metrics.jsonl").read_text().splitlines()[1] for folder in (tmp_path / "again", finished))
+    assert {**json.loads(again), "tokens_per_second": 0} == {**json.loads(first), "tokens_per_second": 0}
+    assert read_toml(tmp_path / "again" / "run.toml")["stages"] == ["dense"]
+    assert main(["train", str(finished / "run.toml"), "--resume", "--out", str(finished)]) == 0
+    assert main(["train", str(finished / "run.toml"), "--resume", "--out", str(tmp_path / "again")]) == 2
+    assert "keeps its settings (stages is ('dense',)" in capsys.readouterr().err
+
+
+def test_a_file_may_name_a_preset_and_paths_beside_it_and_the_command_line_has_the_last_word(tmp_path, monkeypatch, capsys):
+    (tmp_path / "run.toml").write_text('preset = "small"\nseed = 1\n[data]\npath = "texts"\n[dense]\nsteps = 7\nrows = 5\n')
+    monkeypatch.chdir(tmp_path)
+    args = parser().parse_args(["train", "run.toml", "--set", "dense.rows=6", "--seed", "2"])
+    folder, config = train._new(args)
+    assert folder == Path("runs/run-001") and config.data.path == str(tmp_path / "texts")
+    assert (config.seed, config.dense.steps, config.dense.rows, config.dense.ramp) == (2, 7, 6, 100)
+    assert main(["train", "run.toml", "--preset", "tiny"]) == 2
+    assert "--preset tiny: run.toml is made for the preset 'small'" in capsys.readouterr().err
+
+
+def test_weights_to_start_from_need_no_preset(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder, config = train._new(parser().parse_args(["train", "--start", "weights", "--stage", "warmup"]))
+    assert folder == Path("runs/run-001") and config.start.path == str(tmp_path / "weights") and config.warmup.steps == 1000
+    assert train._new(parser().parse_args(["train", "--start", "weights", "--preset", "tiny"]))[1].warmup.steps == 60
 
 
 def test_runs_without_a_name_are_numbered(tmp_path, monkeypatch, capsys):
@@ -105,6 +133,10 @@ def test_runs_without_a_name_are_numbered(tmp_path, monkeypatch, capsys):
         (["--data", "nowhere"], "no such file or folder"),
         (["--resume", "--out", "nowhere"], "no run in nowhere ("),
         (["--resume"], "--resume: no run below runs; name its folder with --out"),
+        (["--set", "device=gpu"], "device: expected a torch device of this machine, got 'gpu': "),
+        (["nowhere.toml"], "nowhere.toml: cannot be read: No such file"),
+        (["--start", "nowhere"], "start.path: expected a config.json, alone or in a folder with weights"),
+        ([*micro_options(), "--set", "dense.freeze=nothing"], "dense.freeze: expected patterns of parameter names"),
     ],
 )
 def test_a_wrong_call_ends_with_code_2_and_the_reason(tmp_path, monkeypatch, capsys, arguments, message):
@@ -144,6 +176,40 @@ def test_a_run_does_not_go_on_with_another_text(tmp_path, capsys):
     assert "the text is not that with which the run in" in capsys.readouterr().err
 
 
+def test_a_text_that_cannot_be_read_any_more_leaves_the_run_as_it_is(tmp_path, capsys):
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"text": f"line {n} " * 30}) + "\n" for n in range(20)))
+    options = micro_options(**{"stages": ("dense",), "data.path": str(texts), "dense.steps": 1})
+    assert main(["train", "--out", str(tmp_path / "run"), *options]) == 0
+    good = checkpoint.newest(tmp_path / "run" / "checkpoints")
+    texts.write_text(texts.read_text()[:-9])
+    assert main(["train", "--resume", "--out", str(tmp_path / "run")]) == 2
+    assert "texts.jsonl, line 20: not JSON" in capsys.readouterr().err and checkpoint.newest(tmp_path / "run" / "checkpoints") == good
+
+
+def test_a_log_that_cannot_grow_ends_with_code_1_and_names_the_last_good_checkpoint(tmp_path, monkeypatch, capsys):
+    written = []
+
+    def full(self, record):
+        written.append(record)
+        if len(written) == 6:
+            raise OSError(28, "No space left on device")
+        write(self, record)
+
+    write = log.MetricsFile.write
+    folder = tmp_path / "run"
+    with monkeypatch.context() as patched:
+        patched.setattr(log.MetricsFile, "write", full)
+        assert main(["train", "--out", str(folder), *micro_options(stages=("dense",))]) == 1
+    good = checkpoint.newest(folder / "checkpoints")
+    message = capsys.readouterr().err
+    assert checkpoint.read_progress(good).step == 3
+    assert (
+        f"cannot be written: [Errno 28] No space left on device; the last good checkpoint is {good}; resume when that is mended" in message
+    )
+    assert main(["train", "--resume", "--out", str(folder)]) == 0
+
+
 def test_a_folder_without_a_run_has_no_report(tmp_path, capsys):
     assert main(["report", str(tmp_path)]) == 1
     assert "not the folder of a run, expected run.json and metrics.jsonl" in capsys.readouterr().err
@@ -158,7 +224,7 @@ def test_a_loss_that_is_not_finite_ends_with_code_1(tmp_path, capsys):
 def test_a_file_that_cannot_grow_ends_with_code_1_and_keeps_the_last_good_checkpoint(tmp_path, capsys):
     """A limit on the size of files stands for the full disk: the optimizer state of the indexer fits, that of everything does not."""
     settings = micro.config(stages=("warmup", "sparse"), save_every=2)
-    weights = sum(4 * parameter.numel() for parameter in micro.trainer(tmp_path / "size", settings).model.parameters())
+    weights = sum(4 * parameter.numel() for parameter in micro.trainer(tmp_path / "size", settings).built.model.parameters())
     folder = tmp_path / "run"
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(1.5 * weights), hard))

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import zipfile
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet as pyarrow_parquet
 import pytest
 
 from csakit.train.config import DataConfig
@@ -110,6 +113,45 @@ def test_a_jsonl_gives_one_document_a_line(tmp_path):
     corpus = load(DataConfig(path=str(path), text_key="body"))
     documents = {document.name: document.text.decode() for document in (*corpus.training, *corpus.heldout)}
     assert documents == {"texts.jsonl:000000001": "one", "texts.jsonl:000000003": "two", "texts.jsonl:000000004": "three\u2028"}
+
+
+def test_members_of_a_zip_are_read_by_their_names(tmp_path):
+    with zipfile.ZipFile(tmp_path / "texts.zip", "w") as archive:
+        archive.writestr("a.jsonl", '{"text": "one"}\n{"text": "two"}\n')
+        archive.writestr("b/c.txt", "three")
+    training, heldout = load_from(tmp_path / "texts.zip")
+    names = ["texts.zip/a.jsonl:000000001", "texts.zip/a.jsonl:000000002", "texts.zip/b/c.txt"]
+    assert sorted(training + heldout) == names
+
+
+def test_a_parquet_gives_one_document_a_row_of_its_column(tmp_path):
+    path = parquet(tmp_path / "texts.parquet", {"n": [1, 2, 3], "body": ["one", "größer", "three"]})
+    corpus = load(DataConfig(path=str(path), text_key="body"))
+    documents = {document.name: document.text.decode() for document in (*corpus.training, *corpus.heldout)}
+    assert documents == {f"texts.parquet:{number:09d}": text for number, text in enumerate(["one", "größer", "three"])}
+
+
+def test_a_parquet_without_the_column_or_with_a_row_that_is_no_text_or_damaged_is_named(tmp_path):
+    with pytest.raises(DataError, match=r"a\.parquet: expected text in the column 'text' \(set data\.text_key\), got columns n, body"):
+        load_from(parquet(tmp_path / "a.parquet", {"n": [1], "body": ["x"]}))
+    with pytest.raises(DataError, match=r"b\.parquet, row 1: expected text in the column 'text', got None"):
+        load_from(parquet(tmp_path / "b.parquet", {"text": ["x", None]}))
+    damaged = parquet(tmp_path / "c.parquet", {"text": ["x" * 1000]})
+    damaged.write_bytes(damaged.read_bytes()[:-20])
+    with pytest.raises(DataError, match=r"c\.parquet: not a readable \.parquet: "):
+        load_from(damaged)
+
+
+def test_a_parquet_without_datasets_names_the_package(tmp_path, monkeypatch):
+    path = parquet(tmp_path / "a.parquet", {"text": ["x"]})
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ImportError, match=r"\.parquet files need the package datasets: pip install 'csakit\[parquet\]'"):
+        load_from(path)
+
+
+def parquet(path: Path, columns: dict) -> Path:
+    pyarrow_parquet.write_table(pyarrow.table(columns), path)
+    return path
 
 
 @pytest.mark.parametrize(

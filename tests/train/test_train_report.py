@@ -5,13 +5,13 @@ from __future__ import annotations
 import io
 import json
 import math
+from dataclasses import asdict
 from html.parser import HTMLParser
 
 import pytest
 
 from csakit.report import page, summary, svg
 from csakit.report.summary import ReportError, Run
-from csakit.train.config import to_dict
 from csakit.train.log import Console, MetricsFile, describe, mean_over_layers, read_metrics
 from csakit.train.presets import PRESETS
 
@@ -43,7 +43,8 @@ class Checker(HTMLParser):
 
 
 def evaluation(stage: str, when: str, **changes) -> dict:
-    layer = {"kl": 0.5, "uniform_kl": 1.0, "captured": 0.6, "recall": 0.7, "top1": 0.8}
+    layer = {"kl": 0.5, "uniform_kl": 1.0, "captured": 0.6, "recall": 0.7, "top1": 0.8, "entries": 0.4}
+    layer |= {"heads_entries": [0.25, 0.55], "heads_cv": 0.375}
     query = {
         "position": 11,
         "entries": ["<b>x", "&amp", 'quo"'],
@@ -70,7 +71,7 @@ def step(stage: str, number: int, **changes) -> dict:
 
 
 def run_of(tmp_path, *records) -> Run:
-    (tmp_path / "run.json").write_text(json.dumps({"config": to_dict(PRESETS["tiny"]), "environment": {"torch": "2.x"}}))
+    (tmp_path / "run.json").write_text(json.dumps({"config": asdict(PRESETS["tiny"]), "environment": {"torch": "2.x"}}))
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return summary.read_run(tmp_path)
 
@@ -93,6 +94,11 @@ def test_the_page_is_one_well_formed_file_that_fetches_nothing(tmp_path):
 def test_text_of_a_corpus_is_shown_as_text_and_not_as_markup(tmp_path):
     shown = page.render(run_of(tmp_path, evaluation("warmup", "after")))
     assert "<b>x" not in shown and "&lt;b&gt;x" in shown and "&amp;amp" in shown
+
+
+def test_each_layer_shows_how_far_its_heads_differ(tmp_path):
+    shown = page.render(run_of(tmp_path, evaluation("warmup", "after")))
+    assert "<td>0.4000</td><td>0.25 to 0.55</td><td>0.3750</td>" in shown
 
 
 @pytest.mark.parametrize(

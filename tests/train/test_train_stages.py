@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -47,6 +49,13 @@ def test_the_learning_rate_rises_in_a_line_falls_in_a_cosine_and_ends_at_its_flo
     assert rates[60] == pytest.approx(0.55) and 0.1 < rates[-1] < 0.101
     assert rates[10:] == sorted(rates[10:], reverse=True)
     assert [learning_rate(stage, "indexer", step) for step in range(110)] == pytest.approx([2 * rate for rate in rates])
+
+
+def test_a_schedule_stays_at_the_peak_or_falls_in_a_line():
+    stage = StageConfig(steps=110, ramp=10, learning_rate=1.0, floor=0.2, schedule="constant")
+    assert [learning_rate(stage, "backbone", step) for step in range(10, 110)] == [1.0] * 100
+    falling = [learning_rate(replace(stage, schedule="linear"), "backbone", step) for step in range(10, 110)]
+    assert falling == pytest.approx([1 - 0.008 * step for step in range(100)])
 
 
 @pytest.mark.parametrize("steps, ramp", [(1, 0), (1, 10), (5, 5), (3, 10)])

@@ -125,13 +125,19 @@ def _text(query: dict[str, Any], values: dict[str, Any]) -> str:
 
 
 def _layers(run: Run) -> str:
-    rows = [["", "KL", "uniform KL", "captured", "recall", "top-1"]]
+    rows = [["", "KL", "uniform KL", "captured", "recall", "top-1", "entries", "by head", "heads differ"]]
     for record in run.evaluations:
         for name, values in record["layers"].items():
             if record["when"] != "during":
-                cells = ["-" if values.get(key) is None else f"{values[key]:.4f}" for key in MEASURES]
+                cells = ["-" if values.get(key) is None else f"{values[key]:.4f}" for key in (*MEASURES, "entries", "heads_cv")]
+                heads = values.get("heads_entries") or []
+                cells.insert(-1, f"{min(heads):.2f} to {max(heads):.2f}" if heads else "-")
                 rows.append([f"{record['when']} {record['stage']}: {name}", *cells])
-    return _table(rows)
+    explained = (
+        "Entries: the share of the attention that goes to compressed entries; by head: the least and the greatest of its heads. Heads "
+        "differ: its coefficient of variation over the heads of a query; where it is small, the teacher's denominator hardly matters."
+    )
+    return _table(rows) + f'<p class="faint">{explained}</p>'
 
 
 def _settings(config: dict[str, Any]) -> str:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Set
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 PREFIX = "step-"
 UNFINISHED = ".unfinished"
@@ -34,20 +35,31 @@ class Progress:
     log_bytes: int
 
 
-def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, progress: Progress, *, keep: int) -> Path:
+def save(
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    progress: Progress,
+    *,
+    keep: int,
+    names: Set[str] | None = None,
+) -> Path:
     """Write a checkpoint below `folder`, drop all but the newest `keep`, and return its folder.
+
+    names: the tensors of the model to store, None for all: what never trains can be had again from where it came.
 
     Raises: CheckpointError when it cannot be written; the older checkpoints are untouched then.
     """
     from safetensors import SafetensorError
-    from safetensors.torch import save_file, save_model
+    from safetensors.torch import save_file
 
     target = folder / f"{PREFIX}{progress.total_steps:08d}-{progress.stage}"
     unfinished = target.with_name(target.name + UNFINISHED)
     try:
-        _remove(unfinished)
+        for remains in folder.glob(f"{PREFIX}*{UNFINISHED}"):  # of a process that was killed while it wrote
+            _remove(remains)
         unfinished.mkdir(parents=True)
-        save_model(model, str(unfinished / "weights.safetensors"))
+        save_file(_model_tensors(model, names), str(unfinished / "weights.safetensors"))
         save_file(_optimizer_tensors(optimizer), str(unfinished / "optimizer.safetensors"))
         save_file({"cpu": torch.get_rng_state()}, str(unfinished / "random.safetensors"))
         sizes = {path.name: path.stat().st_size for path in sorted(unfinished.iterdir())}
@@ -59,9 +71,7 @@ def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None
         _sync(folder)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(unfinished, ignore_errors=True)
-        good = newest(folder)
-        left = f"the last good checkpoint is {good}" if good else "there is no earlier checkpoint"
-        raise CheckpointError(f"{target}: the checkpoint could not be written: {error}; {left}") from error
+        raise CheckpointError(f"{target}: the checkpoint could not be written: {error}; {last_good(folder)}") from error
     for old in _complete(folder)[:-keep]:
         _remove(old)
     return target
@@ -73,38 +83,62 @@ def newest(folder: Path) -> Path | None:
     return complete[-1] if complete else None
 
 
+def last_good(folder: Path) -> str:
+    """The newest whole checkpoint, as the end of a sentence about what went wrong."""
+    good = newest(folder)
+    return f"the last good checkpoint is {good}" if good else "there is no earlier checkpoint"
+
+
 def read_progress(checkpoint: Path) -> Progress:
     """Where the run stood at a checkpoint."""
     return Progress(**_state(checkpoint)["progress"])
 
 
-def restore(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Bring model, optimizer and random state to those of a checkpoint.
+def restore(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, *, names: Set[str] | None = None) -> None:
+    """Bring model, optimizer and random state to those of a checkpoint that was saved with the same names.
 
-    Raises: CheckpointError when it belongs to another model or optimizer.
+    Raises: CheckpointError when it belongs to another model or optimizer, or cannot be read.
     """
-    from safetensors.torch import load_file, load_model
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
 
     try:
-        load_model(model, str(checkpoint / "weights.safetensors"))
-    except RuntimeError as error:
-        raise CheckpointError(f"{checkpoint}: the weights are those of another model: {error}") from error
-    stored = load_file(str(checkpoint / "optimizer.safetensors"))
+        weights, stored, random = (load_file(str(checkpoint / f"{name}.safetensors")) for name in ("weights", "optimizer", "random"))
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{checkpoint}: the checkpoint cannot be read: {error}; delete it to go on from the one before") from error
+    mine = _model_tensors(model, names)
+    differing = sorted(set(mine) ^ set(weights)) or [name for name in mine if mine[name].shape != weights[name].shape]
+    if differing:
+        raise CheckpointError(f"{checkpoint}: the weights are those of another model, the first that differs is {differing[0]}")
+    with torch.no_grad():
+        for name, tensor in mine.items():
+            tensor.copy_(weights[name])
     if optimizer is not None and stored:
-        state = optimizer.state_dict()
-        names = [name for group in optimizer.param_groups for name in group["names"]]
-        places: dict[str, dict[str, torch.Tensor]] = {}
-        for key, tensor in stored.items():
-            kind, name = key.split("/", 1)
-            places.setdefault(name, {})[kind] = tensor
-        if set(places) - set(names):
-            raise CheckpointError(f"{checkpoint}: the optimizer state is of other parameters, the first is {min(set(places) - set(names))}")
-        state["state"] = {number: places[name] for number, name in enumerate(names) if name in places}
-        optimizer.load_state_dict(state)
-    torch.set_rng_state(load_file(str(checkpoint / "random.safetensors"))["cpu"])
+        _restore_optimizer(checkpoint, optimizer, stored)
+    torch.set_rng_state(random["cpu"])
 
 
-def _optimizer_tensors(optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
+def _restore_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer, stored: dict[str, Tensor]) -> None:
+    state = optimizer.state_dict()
+    names = [name for group in optimizer.param_groups for name in group["names"]]
+    places: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in stored.items():
+        kind, name = key.split("/", 1)
+        places.setdefault(name, {})[kind] = tensor
+    if set(places) - set(names):
+        raise CheckpointError(f"{checkpoint}: the optimizer state is of other parameters, the first is {min(set(places) - set(names))}")
+    state["state"] = {number: places[name] for number, name in enumerate(names) if name in places}
+    optimizer.load_state_dict(state)
+
+
+def _model_tensors(model: nn.Module, names: Set[str] | None) -> dict[str, Tensor]:
+    """The tensors of a model under their names, shared ones once."""
+    kept = model.state_dict().keys()
+    tensors = {**dict(model.named_parameters()), **{name: buffer for name, buffer in model.named_buffers() if name in kept}}
+    return {name: tensor.detach() for name, tensor in tensors.items() if names is None or name in names}
+
+
+def _optimizer_tensors(optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
     if optimizer is None:
         return {}
     return {

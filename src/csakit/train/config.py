@@ -1,32 +1,29 @@
-"""The settings of a training run: frozen dataclasses, checked when they are built, and the presets.
+"""The settings of a training run: frozen dataclasses, checked when they are built.
 
-The same fields are the Python API, the `--set key=value` options of `csakit train`, its `--help` and the `config.json` of
-a run. Needs no torch, so that help and usage errors come at once.
+The same fields are the Python API, the keys of a TOML file, the `--set key=value` options of `csakit train` and its `--help`
+(settings.py). Needs no torch, so that help and usage errors come at once.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
-import math
 from dataclasses import dataclass, field
-from typing import Any, get_origin, get_type_hints
 
-VOCABULARY = 257
-SEPARATOR = 256
+from csakit.train.settings import check_fields, inherited, option
+
 STAGES = ("dense", "warmup", "sparse")
 LAYER_KINDS = ("sliding", "csa", "hca")
 DENOMINATORS = ("attended", "visible")
-
-
-def option(default: Any, text: str, *, minimum: float | None = None, above: float | None = None, choices: tuple[str, ...] = ()) -> Any:
-    """A dataclass field with its help text and its bounds: `minimum` is included, `above` is not."""
-    return field(default=default, metadata={"help": text, "minimum": minimum, "above": above, "choices": choices})
+ATTENTIONS = ("dense", "sparse")
+OBJECTIVES = ("off", "dense", "sparse")
+PARTS = ("backbone", "indexer")
+TRAINS = (*PARTS, "everything")
+SCHEDULES = ("cosine", "linear", "constant")
+PRECISIONS = ("fp32", "bf16")
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A DeepSeek-V4 model over bytes, in the names of the released config.json.
+    """A DeepSeek-V4 model with random weights, in the names of the released config.json.
 
     Raises: ValueError or TypeError for a value outside its bounds, naming the field, what was expected and what was given.
     """
@@ -67,14 +64,35 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
+class StartConfig:
+    """What a run begins with, in place of the random weights of the model section."""
+
+    path: str = option(
+        "",
+        "folder with config.json and safetensors, as Transformers saves it or in the official format; or a config.json "
+        "alone: random weights of its shape; empty: random weights of the model section",
+        path=True,
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True)
 class DataConfig:
-    """Where the text comes from and how it is cut into rows.
+    """Where the text comes from, how it becomes tokens, and how it is cut into rows.
 
     Raises: as ModelConfig.
     """
 
-    path: str = option("", "folder, file, .zip or .jsonl of text; empty: the source of Python's standard library")
-    text_key: str = option("text", "key of the text in a line of a .jsonl file")
+    path: str = option("", "folder, text file, .zip, .jsonl or .parquet; empty: the source of Python's standard library", path=True)
+    text_key: str = option("text", "key of the text in a .jsonl line, column of the text in a .parquet file")
+    tokenizer: str = option(
+        "", "tokenizer.json of the tokenizers library; empty: the one beside the weights of start.path, otherwise bytes", path=True
+    )
+    separator: str = option(
+        "", "token that begins each document; empty: the bos token of start.path, otherwise a token of its own behind all others"
+    )
     sequence_length: int = option(512, "tokens of a row", minimum=2)
     heldout: float = option(0.1, "share of the documents kept for evaluation", above=0)
     heldout_rows: int = option(16, "rows of an evaluation", minimum=1)
@@ -87,201 +105,133 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class StageConfig:
-    """One stage: how long, how fast. What it trains and which loss it has follows from its name.
+    """One stage: how long, how fast, who trains and for what.
 
-    Raises: as ModelConfig.
+    Raises: as ModelConfig; ValueError as well when attention, objective and trains contradict each other.
     """
 
-    steps: int = option(100, "optimizer steps; 0 leaves the stage out", minimum=0)
+    steps: int = option(1000, "optimizer steps; 0 leaves the stage out", minimum=0)
     rows: int = option(4, "rows of a micro-batch", minimum=1)
     accumulation: int = option(1, "micro-batches of a step", minimum=1)
     learning_rate: float = option(1e-3, "peak learning rate of the backbone", minimum=0)
     indexer_learning_rate: float = option(1e-3, "peak learning rate of the indexer", minimum=0)
+    schedule: str = option("cosine", "course of the learning rate after the ramp", choices=SCHEDULES)
     ramp: int = option(10, "steps of linear rise of the learning rate", minimum=0)
-    floor: float = option(0.1, "learning rate at the end of the cosine, as a share of the peak", minimum=0)
+    floor: float = option(0.1, "learning rate at the end of a falling schedule, as a share of the peak", minimum=0)
     weight_decay: float = option(0.1, "AdamW weight decay of matrices", minimum=0)
     clip: float = option(1.0, "largest gradient norm, of backbone and indexer apart", above=0)
+    attention: str = option("dense", "what a query attends to: every visible entry, or the indexer's selection", choices=ATTENTIONS)
+    objective: str = option("off", "candidates of the indexer's loss: those of the attention, or no loss", choices=OBJECTIVES)
+    denominator: str = option("attended", "softmax denominator of the teacher of the sparse objective", choices=DENOMINATORS)
+    coef: float = option(1.0, "factor of the indexer's loss", above=0)
+    trains: str = option("backbone", "who trains: the backbone for language, the indexer for its objective, or both", choices=TRAINS)
+    freeze: tuple[str, ...] = option((), "parameters that do not train all the same, as name patterns (model.embed_tokens.*)")
     evaluate_every: int = option(0, "steps between evaluations inside the stage; 0: before and after it only", minimum=0)
 
     def __post_init__(self) -> None:
         check_fields(self)
         if self.floor > 1:
             raise ValueError(f"floor: expected a share of the peak, at most 1, got {self.floor}")
+        if self.objective not in ("off", self.attention):
+            raise ValueError(f"objective: expected off or that of the attention ({self.attention}), got {self.objective!r}")
+        if (self.trains == "backbone") != (self.objective == "off"):
+            fix = "set an objective, or trains = backbone" if self.objective == "off" else "set objective = off, or trains otherwise"
+            raise ValueError(f"trains: objective {self.objective!r} does not go with {self.trains!r}; {fix}")
+
+
+@dataclass(frozen=True)
+class DenseStage(StageConfig):
+    """Attention over every visible entry; everything but the indexer learns language."""
+
+
+@dataclass(frozen=True)
+class WarmupStage(StageConfig):
+    """The same attention; the indexer alone learns its teacher. Defaults: DeepSeek-V3.2, 1000 steps of 16 sequences at 1e-3."""
+
+    rows: int = inherited(StageConfig, "rows", 1)
+    accumulation: int = inherited(StageConfig, "accumulation", 16)
+    schedule: str = inherited(StageConfig, "schedule", "constant")
+    objective: str = inherited(StageConfig, "objective", "dense")
+    trains: str = inherited(StageConfig, "trains", "indexer")
+
+
+@dataclass(frozen=True)
+class SparseStage(StageConfig):
+    """Attention over the selection; everything learns. Defaults: DeepSeek-V3.2, 15000 steps of 480 sequences at 7.3e-6."""
+
+    steps: int = inherited(StageConfig, "steps", 15000)
+    rows: int = inherited(StageConfig, "rows", 1)
+    accumulation: int = inherited(StageConfig, "accumulation", 480)
+    learning_rate: float = inherited(StageConfig, "learning_rate", 7.3e-6)
+    indexer_learning_rate: float = inherited(StageConfig, "indexer_learning_rate", 7.3e-6)
+    schedule: str = inherited(StageConfig, "schedule", "constant")
+    attention: str = inherited(StageConfig, "attention", "sparse")
+    objective: str = inherited(StageConfig, "objective", "sparse")
+    trains: str = inherited(StageConfig, "trains", "everything")
 
 
 @dataclass(frozen=True)
 class RunConfig:
     """Everything that decides the numbers of a run.
 
-    Raises: as ModelConfig; ValueError as well when the parts do not fit together, above all when no query of the sparse
+    Raises: as ModelConfig; ValueError as well when the parts do not fit together, above all when no query of a sparse
     stage could have more entries than it selects.
     """
 
     stages: tuple[str, ...] = option(STAGES, "stages to run, in this order", choices=STAGES)
     seed: int = option(0, "seed of the weights and of the order of the text", minimum=0)
-    coef: float = option(1.0, "factor of the indexer loss", minimum=0)
-    denominator: str = option("attended", "softmax denominator of the teacher in the sparse stage", choices=DENOMINATORS)
+    precision: str = option(
+        "fp32",
+        "bf16: autocast; what trains stays fp32, AdamW's state too; matrices that train in no stage are bf16",
+        choices=PRECISIONS,
+    )
+    device: str = option("cpu", "torch device of the model, e.g. cuda")
     gradient_checkpointing: bool = option(False, "recompute the layers in the backward pass instead of keeping their activations")
     save_every: int = option(100, "steps between checkpoints", minimum=1)
     keep: int = option(2, "checkpoints kept", minimum=1)
+    tensorboard: bool = option(False, "write the numbers of metrics.jsonl for TensorBoard too")
+    export: bool = option(False, "save the trained model as a Transformers folder at the end")
+    start: StartConfig = field(default_factory=StartConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    dense: StageConfig = field(default_factory=StageConfig)
-    warmup: StageConfig = field(default_factory=StageConfig)
-    sparse: StageConfig = field(default_factory=StageConfig)
+    dense: DenseStage = field(default_factory=DenseStage)
+    warmup: WarmupStage = field(default_factory=WarmupStage)
+    sparse: SparseStage = field(default_factory=SparseStage)
 
     def __post_init__(self) -> None:
         check_fields(self)
         if self.seed >= 2**32:
             raise ValueError(f"seed: expected an integer below 2**32, got {self.seed}")
-        if list(self.stages) != [name for name in STAGES if name in self.stages]:
+        if not self.stages or list(self.stages) != [name for name in STAGES if name in self.stages]:
             raise ValueError(f"stages: expected each of {', '.join(STAGES)} at most once and in this order, got {','.join(self.stages)}")
-        if not any(self.stage(name).steps for name in self.stages):
+        if not self.active():
             raise ValueError("stages: expected at least one stage with steps above 0")
-        if "csa" not in self.model.layers and {"warmup", "sparse"} & set(self.stages):
+        if self.start.path:
+            if self.model != ModelConfig():
+                raise ValueError("model: expected no settings, the shape of the model is that of start.path; leave the section out")
+            return
+        needed = any((stage.objective, stage.attention) != ("off", "dense") for stage in self.active().values())
+        if needed and "csa" not in self.model.layers:
             raise ValueError("model.layers: expected at least one csa layer, only these have an indexer to train")
-        reach = self.model.csa_ratio * self.model.index_topk
-        if "sparse" in self.stages and self.sparse.steps and self.data.sequence_length <= reach:
-            raise ValueError(
-                f"data.sequence_length: expected more than model.csa_ratio * model.index_topk = {self.model.csa_ratio} * "
-                f"{self.model.index_topk} = {reach}, got {self.data.sequence_length}: every query would select all it sees, so the sparse "
-                "stage would not be sparse and would teach nothing about selection; lengthen the rows or lower index_topk"
-            )
+        self.check_reach(self.model.csa_ratio, self.model.index_topk)
 
     def stage(self, name: str) -> StageConfig:
         """The settings of one stage."""
         return {"dense": self.dense, "warmup": self.warmup, "sparse": self.sparse}[name]
 
+    def active(self) -> dict[str, StageConfig]:
+        """The stages that run, by name: those listed that have steps."""
+        return {name: self.stage(name) for name in self.stages if self.stage(name).steps}
 
-def check_fields(config: Any) -> None:
-    """Raise unless every field has its declared type and lies within its bounds."""
-    hints = get_type_hints(type(config))
-    for entry in dataclasses.fields(config):
-        value, hint = getattr(config, entry.name), hints[entry.name]
-        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-            if not isinstance(value, hint):
-                raise TypeError(f"{entry.name}: expected {hint.__name__}, got {value!r}")
-        elif get_origin(hint) is tuple:
-            if not isinstance(value, tuple) or not value:
-                raise TypeError(f"{entry.name}: expected a tuple of {', '.join(entry.metadata['choices'])}, got {value!r}")
-            for item in value:
-                _check_value(entry, str, item)
-        else:
-            _check_value(entry, hint, value)
+    def selects(self) -> bool:
+        """Whether any stage attends to a selection."""
+        return any(stage.attention == "sparse" for stage in self.active().values())
 
-
-def _check_value(entry: dataclasses.Field[Any], hint: type, value: Any) -> None:
-    accepted = (int, float) if hint is float else (hint,)
-    if not isinstance(value, accepted) or (isinstance(value, bool) and hint is not bool):
-        raise TypeError(f"{entry.name}: expected {_describe(entry, hint)}, got {value!r}")
-    minimum, above, choices = (entry.metadata[key] for key in ("minimum", "above", "choices"))
-    if choices and value not in choices:
-        raise ValueError(f"{entry.name}: expected one of {', '.join(choices)}, got {value!r}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{entry.name}: expected {_describe(entry, hint)}, got {value!r}")
-    if (minimum is not None and value < minimum) or (above is not None and value <= above):
-        raise ValueError(f"{entry.name}: expected {_describe(entry, hint)}, got {value!r}")
-
-
-def _describe(entry: dataclasses.Field[Any], hint: type) -> str:
-    minimum, above, choices = (entry.metadata[key] for key in ("minimum", "above", "choices"))
-    kind = {bool: "true or false", int: "an integer", float: "a finite number", str: "text"}[hint]
-    if choices:
-        return f"one of {', '.join(choices)}"
-    if minimum is not None:
-        return f"{kind} of at least {minimum:g}"
-    return kind if above is None else f"{kind} above {above:g}"
-
-
-def all_settings(config: type = RunConfig, prefix: str = "") -> dict[str, tuple[dataclasses.Field[Any], Any]]:
-    """Every settable key in dotted form, with its field and its type."""
-    found: dict[str, tuple[dataclasses.Field[Any], Any]] = {}
-    hints = get_type_hints(config)
-    for entry in dataclasses.fields(config):
-        hint = hints[entry.name]
-        if dataclasses.is_dataclass(hint):
-            found |= all_settings(hint, f"{prefix}{entry.name}.")  # type: ignore[arg-type]
-        else:
-            found[prefix + entry.name] = (entry, hint)
-    return found
-
-
-def parse(key: str, text: str) -> Any:
-    """The value a text stands for under a dotted key.
-
-    Raises: ValueError for an unknown key, or for a text that is not of the key's type.
-    """
-    known = all_settings()
-    if key not in known:
-        raise ValueError(_unknown(key))
-    entry, hint = known[key]
-    if get_origin(hint) is tuple:
-        return tuple(part.strip() for part in text.split(",") if part.strip())
-    if hint is bool:
-        if text not in ("true", "false"):
-            raise ValueError(f"{key}: expected true or false, got {text!r}")
-        return text == "true"
-    try:
-        return hint(text)
-    except ValueError:
-        raise ValueError(f"{key}: expected {_describe(entry, hint)}, got {text!r}") from None
-
-
-def _unknown(key: str) -> str:
-    near = difflib.get_close_matches(key, all_settings(), n=3, cutoff=0.5)
-    return f"{key}: unknown setting{', did you mean ' + ' or '.join(near) + '?' if near else ';'} csakit train --help lists them all"
-
-
-def updated(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
-    """The settings with some dotted keys replaced.
-
-    Raises: ValueError or TypeError naming the dotted key.
-    """
-    values = to_dict(config)
-    known = all_settings()
-    for key, value in changes.items():
-        if key not in known:
-            raise ValueError(_unknown(key))
-        *sections, name = key.split(".")
-        target = values
-        for section in sections:
-            target = target[section]
-        target[name] = value
-    return from_dict(values)
-
-
-def flat(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Every setting by its dotted key."""
-    found: dict[str, Any] = {}
-    for entry in dataclasses.fields(config):
-        value = getattr(config, entry.name)
-        found |= flat(value, f"{prefix}{entry.name}.") if dataclasses.is_dataclass(value) else {prefix + entry.name: value}
-    return found
-
-
-def to_dict(config: RunConfig) -> dict[str, Any]:
-    """The settings as nested dictionaries, ready for JSON."""
-    return dataclasses.asdict(config)
-
-
-def from_dict(values: dict[str, Any], config: type = RunConfig, prefix: str = "") -> Any:
-    """The settings from nested dictionaries; what is left out keeps its default.
-
-    Raises: ValueError or TypeError naming the dotted key that is unknown or wrong.
-    """
-    hints = get_type_hints(config)
-    unknown = [key for key in values if key not in hints]
-    if unknown:
-        raise ValueError(_unknown(prefix + unknown[0]))
-    arguments: dict[str, Any] = {}
-    for name, value in values.items():
-        hint = hints[name]
-        if dataclasses.is_dataclass(hint) and isinstance(value, dict):
-            value = from_dict(value, hint, f"{prefix}{name}.")  # type: ignore[arg-type]
-        elif get_origin(hint) is tuple and isinstance(value, list):
-            value = tuple(value)
-        arguments[name] = value
-    try:
-        return config(**arguments)
-    except (ValueError, TypeError) as error:
-        raise type(error)(f"{prefix}{error}") from None
+    def check_reach(self, ratio: int, topk: int) -> None:
+        """Raise ValueError when a stage selects and no row is long enough for a query with more entries than it selects."""
+        if self.selects() and self.data.sequence_length <= ratio * topk:
+            raise ValueError(
+                f"data.sequence_length: expected more than model.csa_ratio * model.index_topk = {ratio} * "
+                f"{topk} = {ratio * topk}, got {self.data.sequence_length}: every query would select all it sees, so the sparse "
+                "stage would not be sparse and would teach nothing about selection; lengthen the rows or lower index_topk"
+            )

@@ -1,6 +1,6 @@
 """Documents of real text as bytes, split into training and held-out documents.
 
-The text is the source of Python's standard library unless a folder, a file, a zip or a .jsonl is named. Order and split
+The text is the source of Python's standard library unless a folder, a file, a zip, a .jsonl or a .parquet is named. Order and split
 depend on the documents alone: names are sorted, and a hash of a document's bytes decides its side, so that a copy of a
 training document is never held out and new documents leave the old ones where they were.
 """
@@ -75,7 +75,7 @@ def load(config: DataConfig) -> Corpus:
     if not documents:
         raise DataError(
             f"{source}: no text found, {skipped} files that are not UTF-8 text left out; expected text files, a .zip of them, or a .jsonl "
-            f"with the text of a document under {config.text_key!r} in each line"
+            f"or .parquet with the text of a document under {config.text_key!r} in each line or row"
         )
     documents.sort(key=lambda document: document.name)
     training, heldout = _split(documents, config.heldout)
@@ -97,17 +97,25 @@ def _read(path: Path, text_key: str) -> Iterator[Document]:
     elif path.exists():
         yield from (Document(f"{path.name}{document.name}", document.text) for document in _read_file(path, text_key))
     else:
-        raise DataError(f"{path}: no such file or folder; data.path expects a folder, a text file, a .zip or a .jsonl")
+        raise DataError(f"{path}: no such file or folder; data.path expects a folder, a text file, a .zip, a .jsonl or a .parquet")
 
 
 def _read_file(path: Path, text_key: str) -> Iterator[Document]:
     """The documents of one file, each named by what follows the name of the file."""
     if path.suffix == ".zip":
-        yield from _members(path)
-    elif path.suffix == ".jsonl":
-        yield from _lines(path, text_key)
+        yield from _members(path, text_key)
+    elif path.suffix == ".parquet":
+        yield from _column(path, text_key)
     else:
-        yield Document("", _bytes(path))
+        yield from _documents(str(path), _bytes(path), text_key)
+
+
+def _documents(name: str, raw: bytes, text_key: str) -> Iterator[Document]:
+    """The lines of a .jsonl, or the whole of another file."""
+    if name.endswith(".jsonl"):
+        yield from _lines(name, raw, text_key)
+    else:
+        yield Document("", raw)
 
 
 def _files(root: Path) -> Iterator[Path]:
@@ -131,29 +139,48 @@ def _bytes(path: Path) -> bytes:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def _members(path: Path) -> Iterator[Document]:
+def _members(path: Path, text_key: str) -> Iterator[Document]:
     try:
         with zipfile.ZipFile(path) as archive:
             for member in sorted(archive.infolist(), key=lambda info: info.filename):
                 if not member.is_dir() and not any(part.startswith(".") for part in PurePosixPath(member.filename).parts):
-                    yield Document(f"/{member.filename}", archive.read(member))
+                    for document in _documents(f"{path}/{member.filename}", archive.read(member), text_key):
+                        yield Document(f"/{member.filename}{document.name}", document.text)
     except (OSError, RuntimeError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
         # zipfile raises RuntimeError for a member under a password, NotImplementedError for an unknown compression.
         raise DataError(f"{path}: not a readable zip: {error}") from error
 
 
-def _lines(path: Path, text_key: str) -> Iterator[Document]:
-    for number, line in enumerate(_bytes(path).splitlines(), start=1):
+def _lines(name: str, raw: bytes, text_key: str) -> Iterator[Document]:
+    for number, line in enumerate(raw.splitlines(), start=1):
         if not line.strip():
             continue
         try:
             record = json.loads(line)
         except ValueError as error:
-            raise DataError(f"{path}, line {number}: not JSON: {error}") from error
+            raise DataError(f"{name}, line {number}: not JSON: {error}") from error
         text = record if isinstance(record, str) else record.get(text_key) if isinstance(record, dict) else None
         if not isinstance(text, str):
-            raise DataError(f"{path}, line {number}: expected text under the key {text_key!r} (set data.text_key), got {line[:80]!r}")
+            raise DataError(f"{name}, line {number}: expected text under the key {text_key!r} (set data.text_key), got {line[:80]!r}")
         yield Document(f":{number:09d}", text.encode("utf-8", "replace"))
+
+
+def _column(path: Path, text_key: str) -> Iterator[Document]:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ImportError(f"{path}: .parquet files need the package datasets: pip install 'csakit[parquet]'") from error
+    try:
+        rows = datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
+        columns = rows.column_names or []
+        if text_key not in columns:
+            raise DataError(f"{path}: expected text in the column {text_key!r} (set data.text_key), got columns {', '.join(columns)}")
+        for number, row in enumerate(rows.select_columns([text_key])):
+            if not isinstance(row[text_key], str):
+                raise DataError(f"{path}, row {number}: expected text in the column {text_key!r}, got {row[text_key]!r:.80}")
+            yield Document(f":{number:09d}", row[text_key].encode("utf-8", "replace"))
+    except (OSError, ValueError) as error:  # what pyarrow raises for a damaged file are ValueErrors
+        raise DataError(f"{path}: not a readable .parquet: {error}") from error
 
 
 def _is_text(raw: bytes) -> bool:

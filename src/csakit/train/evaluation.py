@@ -10,59 +10,61 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from csakit.train.batches import Batch, Rows
-from csakit.train.config import SEPARATOR, RunConfig
+from csakit.train.config import RunConfig
+from csakit.train.model import Model
 
 QUERIES = 3
 # The rows of an evaluation are the same in every run over the same text, whatever its seed.
 ROWS_SEED = 0
 
 
-def language_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Sum of the cross entropies of all predicted bytes, in nats."""
-    logits = model(input_ids=batch.input_ids, position_ids=batch.position_ids, attention_mask=batch.real, use_cache=False).logits
+def language_loss(model: nn.Module, batch: Batch, precision: str) -> Tensor:
+    """Sum of the cross entropies of all predicted tokens, in nats."""
+    with torch.autocast(batch.input_ids.device.type, torch.bfloat16, enabled=precision == "bf16"):
+        logits = model(input_ids=batch.input_ids, position_ids=batch.position_ids, attention_mask=batch.real, use_cache=False).logits
     return cross_entropy(logits[batch.predicted].float(), batch.targets[batch.predicted], reduction="sum")
 
 
 class Evaluator:
     """The held-out rows of a run and what to measure on them."""
 
-    def __init__(self, model: nn.Module, handle: Any, rows: Rows, config: RunConfig) -> None:
-        self.model, self.handle, self.config = model, handle, config
+    def __init__(self, built: Model, rows: Rows, config: RunConfig) -> None:
+        self.built, self.precision = built, config.precision
         numbers = rows.numbers(ROWS_SEED, 0, min(config.data.heldout_rows, len(rows.rows)))
         # The same micro-batches in every stage: the numbers must not depend on where a run was resumed.
         size = max(config.stage(name).rows for name in config.stages)
-        self.batches = [rows.batch(numbers[start : start + size]) for start in range(0, len(numbers), size)]
+        self.batches = [rows.batch(numbers[start : start + size]).to(config.device) for start in range(0, len(numbers), size)]
 
     @torch.no_grad()
     def bits_per_byte(self) -> float:
-        """Bits per held-out byte, with the attention the model has now."""
-        self.model.eval()
-        nats = sum(float(language_loss(self.model, batch)) for batch in self.batches)
-        return nats / sum(int(batch.predicted.sum()) for batch in self.batches) / math.log(2)
+        """Bits per held-out byte of text, with the attention the model has now."""
+        self.built.model.eval()
+        nats = sum(float(language_loss(self.built.model, batch, self.precision)) for batch in self.batches)
+        return nats / sum(int(batch.sizes.sum()) for batch in self.batches) / math.log(2)
 
     @torch.no_grad()
     def run(self) -> dict[str, Any]:
         """Bits per byte, the health of every indexer, and a few queries in full: what the report draws."""
         first = self.batches[0]
         queries = _queries(first)
-        with self.handle.measure(queries=queries):
+        with self.built.handle.measure(queries=queries):
             bits = self.bits_per_byte()
         # "loss" is that of the last training step, which an evaluation has nothing to say about.
-        layers = {name: {k: v for k, v in values.items() if k != "loss"} for name, values in self.handle.metrics()["layers"].items()}
+        layers = {name: {k: v for k, v in values.items() if k != "loss"} for name, values in self.built.handle.metrics()["layers"].items()}
         pictures = {name: values.pop("queries") for name, values in layers.items()}
         return {
             "bits_per_byte": bits,
             "random": self._random(),
             "layers": layers,
             "queries": [
-                _shown(first, row, token, {name: found[number] for name, found in pictures.items()}, self.config.model.csa_ratio)
+                _shown(self.built, first, row, token, {name: found[number] for name, found in pictures.items()})
                 for number, (row, token) in enumerate(queries)
             ],
         }
 
     def _random(self) -> float | None:
         """What a random selection would capture: the mean of topk / visible over the queries that have to choose."""
-        ratio, topk = self.config.model.csa_ratio, self.config.model.index_topk
+        ratio, topk = self.built.ratio, self.built.topk
         visible = torch.cat([(batch.position_ids[batch.real] + 1) // ratio for batch in self.batches])
         choosing = visible[visible > topk]
         return float((topk / choosing).mean()) if len(choosing) else None
@@ -77,10 +79,11 @@ def _queries(batch: Batch) -> list[tuple[int, int]]:
     return found
 
 
-def _shown(batch: Batch, row: int, token: int, pictures: dict[str, Any], ratio: int) -> dict[str, Any]:
+def _shown(built: Model, batch: Batch, row: int, token: int, pictures: dict[str, Any]) -> dict[str, Any]:
     """What the report needs of a query: its text, and teacher, student and picks of each layer, by the entries of its document."""
     start = token - int(batch.position_ids[row, token])
     tokens = batch.input_ids[row, start : token + 1].tolist()
+    ratio, decode = built.ratio, built.tokenizer.decode
     entries = len(tokens) // ratio
     layers = {}
     for name, picture in pictures.items():
@@ -89,12 +92,8 @@ def _shown(batch: Batch, row: int, token: int, pictures: dict[str, Any], ratio: 
         layers[name] = {**shares, "picked": [entry - first for entry in picture["picked"]]}
     return {
         "position": len(tokens) - 1,
-        "entries": [_text(tokens[entry * ratio : (entry + 1) * ratio]) for entry in range(entries)],
-        "tail": _text(tokens[entries * ratio :]),
-        "target": _text([int(batch.targets[row, token])]),
+        "entries": [decode(tokens[entry * ratio : (entry + 1) * ratio]) for entry in range(entries)],
+        "tail": decode(tokens[entries * ratio :]),
+        "target": decode([int(batch.targets[row, token])]),
         "layers": layers,
     }
-
-
-def _text(tokens: list[int]) -> str:
-    return bytes(token for token in tokens if token != SEPARATOR).decode("utf-8", "replace")

@@ -1,6 +1,7 @@
 """The folder of a run: `run.json` with its settings, its text and the versions it began with. Needs no torch.
 
-Beside it lie `metrics.jsonl` (log.py), `checkpoints/` (checkpoint.py) and `report.html` (csakit report).
+Beside it lie `run.toml`, the same settings as a file for `csakit train`, `metrics.jsonl` and `tensorboard/` (log.py), `checkpoints/`
+(checkpoint.py), `model/` (model.py) and `report.html` (csakit report).
 """
 
 from __future__ import annotations
@@ -8,14 +9,16 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from csakit.train import config as settings
+from csakit.train import settings
 from csakit.train.config import RunConfig
-from csakit.train.corpus import Corpus, DataError
+from csakit.train.corpus import DataError
 
 RUN_FILE = "run.json"
+TOML_FILE = "run.toml"
 PACKAGES = ("csakit", "torch", "transformers", "safetensors")
 
 
@@ -38,11 +41,21 @@ def holds_run(folder: Path) -> bool:
     return (folder / RUN_FILE).exists()
 
 
-def begin(folder: Path, config: RunConfig, corpus: Corpus) -> None:
-    """Make the folder of a new run and write down what it is."""
+def begin(folder: Path, config: RunConfig, text: str) -> None:
+    """Make the folder of a new run and write down what it is. text: a fingerprint of everything it reads and of its tokens.
+
+    Raises: ValueError when the folder holds a run.
+    """
+    if holds_run(folder):
+        raise ValueError(f"{folder} holds a run already; resume it, or name another folder")
     folder.mkdir(parents=True, exist_ok=True)
-    stored = {"config": settings.to_dict(config), "text": corpus.fingerprint(), "environment": versions()}
-    (folder / RUN_FILE).write_text(json.dumps(stored, indent=1), encoding="utf-8")
+    explained = "# The settings of this run, all of them. `csakit train` takes this file and starts another run like it.\n"
+    (folder / TOML_FILE).write_text(explained + settings.to_toml(config), encoding="utf-8")
+    stored = {"config": asdict(config), "text": text, "environment": versions()}
+    # Last and at once: a folder holds a run, or it does not.
+    unfinished = folder / f"{RUN_FILE}.unfinished"
+    unfinished.write_text(json.dumps(stored, indent=1), encoding="utf-8")
+    unfinished.rename(folder / RUN_FILE)
 
 
 def stored_config(folder: Path) -> RunConfig:
@@ -50,13 +63,13 @@ def stored_config(folder: Path) -> RunConfig:
 
     Raises: ValueError when there is none, or its file cannot be read.
     """
-    return settings.from_dict(_read(folder)["config"])
+    return settings.updated(RunConfig(), _read(folder)["config"])
 
 
-def check_text(folder: Path, corpus: Corpus) -> None:
-    """Raise DataError unless the documents are those the run in the folder began with."""
-    if corpus.fingerprint() != _read(folder)["text"]:
-        raise DataError(f"{corpus.source}: the text is not that with which the run in {folder} began; bring it back, or start another run")
+def check_text(folder: Path, text: str) -> None:
+    """Raise DataError unless text and tokens are those the run in the folder began with."""
+    if text != _read(folder)["text"]:
+        raise DataError(f"the text is not that with which the run in {folder} began; bring it back, or start another run")
 
 
 def versions() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What a run says: `metrics.jsonl` for programs, a progress bar or plain lines for people."""
+"""What a run says: `metrics.jsonl` for programs, TensorBoard's event files, a progress bar or plain lines for people."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -19,20 +20,59 @@ class MetricsFile:
         """Open for appending after the first `keep_bytes` bytes; what lies behind belongs to steps a resumed run repeats."""
         path.touch()
         os.truncate(path, min(keep_bytes, path.stat().st_size))
-        self._file = path.open("a", encoding="utf-8")
+        # Unbuffered: after a write that failed nothing is left that closing would try to write again.
+        self._file = path.open("ab", buffering=0)
 
     def write(self, record: dict[str, Any]) -> None:
         """Add a line."""
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        line = (json.dumps(record) + "\n").encode()
+        while line:
+            line = line[self._file.write(line) :]
 
     def bytes(self) -> int:
-        """The size of the file."""
-        return self._file.tell()
+        """The size of the file, which is on the disk when this returns."""
+        os.fsync(self._file.fileno())
+        return os.fstat(self._file.fileno()).st_size
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+class Board:
+    """The numbers of the same records for TensorBoard, by their steps in all."""
+
+    def __init__(self, folder: Path, begin: int) -> None:
+        """Open a new event file in the folder; what earlier ones say of steps after `begin` is void.
+
+        Raises: ImportError when tensorboard is missing.
+        """
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ImportError("tensorboard = true needs the package tensorboard: pip install 'csakit[tensorboard]'") from error
+        self._writer = SummaryWriter(str(folder), purge_step=begin + 1)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Add the numbers of a record."""
+        kind = "training" if record["kind"] == "step" else "held-out"
+        for name, value in _scalars({key: value for key, value in record.items() if key not in ("step", "total_steps", "queries")}):
+            self._writer.add_scalar(f"{kind}/{name}", value, record["total_steps"])
+
+    def close(self) -> None:
+        """Write what is left and close the file."""
+        self._writer.close()
+
+
+def _scalars(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Every number in nested dictionaries and lists, by its path."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _scalars(value, f"{prefix}{key}/")
+        elif isinstance(value, list):
+            yield from _scalars(dict(enumerate(value)), f"{prefix}{key}/")  # type: ignore[arg-type]
+        elif isinstance(value, (int, float)):
+            yield f"{prefix}{key}", value
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

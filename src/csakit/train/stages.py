@@ -1,6 +1,6 @@
 """What a stage makes of the optimizer: its parameter groups, learning rates and gradient clipping.
 
-Which parameters train is the model's own `requires_grad`, set by the installed handle. Indexer and backbone never share a
+Which parameters train is the model's own `requires_grad`, set by model.set_stage. Indexer and backbone never share a
 group: they have learning rates of their own and are clipped apart, so that the indexer's gradient cannot shrink the
 backbone's. A stage starts with an optimizer of its own, which holds state for what trains and nothing else.
 """
@@ -12,9 +12,7 @@ import math
 import torch
 from torch import nn
 
-from csakit.train.config import StageConfig
-
-PARTS = ("backbone", "indexer")
+from csakit.train.config import PARTS, StageConfig
 
 
 def part_of(name: str) -> str:
@@ -42,12 +40,16 @@ def make_optimizer(model: nn.Module, stage: StageConfig) -> torch.optim.AdamW:
 
 
 def learning_rate(stage: StageConfig, part: str, step: int) -> float:
-    """The learning rate of a part at a step, counted from 0: a linear rise over `ramp` steps, then half a cosine to `floor`."""
+    """The learning rate of a part at a step, counted from 0: a linear rise over `ramp` steps, then the schedule.
+
+    It stays (constant), or falls to `floor` of the peak, along half a cosine (cosine) or a line (linear).
+    """
     peak = stage.indexer_learning_rate if part == "indexer" else stage.learning_rate
     if step < stage.ramp:
         return peak * (step + 1) / (stage.ramp + 1)
     progress = (step - stage.ramp) / max(1, stage.steps - stage.ramp)
-    return peak * (stage.floor + (1 - stage.floor) * 0.5 * (1 + math.cos(math.pi * progress)))
+    left = {"constant": 1.0, "linear": 1 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress))}[stage.schedule]
+    return peak * (stage.floor + (1 - stage.floor) * left)
 
 
 def set_learning_rates(optimizer: torch.optim.Optimizer, stage: StageConfig, step: int) -> dict[str, float]:
