@@ -1,37 +1,59 @@
-"""Writes what the recorded tables say into the pages: `python benchmarks/render.py`, after `csakit bench --out benchmarks/NAME.csv ..`.
+"""Writes what the recorded tables say into the pages: `python benchmarks/render.py`.
 
-benchmarks/README.md   the output of every `csakit bench --read benchmarks/NAME.csv` it shows
+benchmarks/README.md   between `<!-- tables: begin -->` and `<!-- tables: end -->`: a section for every table of record.py, its commands,
+                       its output; and the output of every other `csakit bench --read benchmarks/NAME.csv` the page shows
 benchmarks/*.svg       the picture of every table
-README.md              the lines between `<!-- figures: begin -->` and `<!-- figures: end -->`
+README.md              between `<!-- figures: begin -->` and `<!-- figures: end -->`: what a visitor wants to know first
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
-import os
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+from record import TABLES, command
 
 from csakit.bench import goals, picture, records, table
 from csakit.bench.records import Row
 from csakit.cli import main
 
 FOLDER = Path(__file__).parent
+MARKS = {name: re.compile(rf"(<!-- {name}: begin -->\n).*?(<!-- {name}: end -->)", re.DOTALL) for name in ("tables", "figures")}
 SHOWN = re.compile(r"(```text\n\$ csakit bench --read benchmarks/(\S+)\n).*?(```)", re.DOTALL)
-FIGURES = re.compile(r"(<!-- figures: begin -->\n).*?(<!-- figures: end -->)", re.DOTALL)
 LAYERS = {"sliding": "sliding window", "csa": "compressed sparse", "hca": "heavily compressed"}
 PROVIDERS = ("csakit-nn", "csakit-installed", "transformers")
 
 
-def shown(page: str) -> str:
-    """The page with the output of each command as it is now."""
+def sections(folder: Path) -> str:
+    """A section for every table in the folder."""
+    parts = []
+    for recorded in TABLES:
+        path = folder / f"{recorded.name}.csv"
+        if not path.exists():
+            continue
+        commands = "\n".join(command(recorded, options) for options in recorded.commands)
+        parts += [
+            f"## {recorded.title}",
+            recorded.about,
+            f"```text\n{commands}\n```",
+            f"![{recorded.title}]({recorded.name}.svg)",
+            f"```text\n$ csakit bench --read benchmarks/{path.name}\n```",
+        ]
+    return "\n\n".join(parts) + "\n"
+
+
+def shown(folder: Path, page: str) -> str:
+    """The page with the output of each `--read` as it is now."""
 
     def output(block: re.Match[str]) -> str:
         said = io.StringIO()
         with contextlib.redirect_stdout(said):
-            main(["bench", "--read", f"benchmarks/{block[2]}"])
+            main(["bench", "--read", str(folder / block[2])])
         return block[1] + said.getvalue().strip() + "\n" + block[3]
 
     return SHOWN.sub(output, page)
@@ -115,15 +137,15 @@ def _growth(rows: Sequence[Row]) -> str:
 
 def render(folder: Path = FOLDER) -> None:
     """Brings pages and pictures up to date."""
-    os.chdir(folder.parent)
     tables = {path.stem: records.read_csv(path) for path in sorted(folder.glob("*.csv"))}
     for name, rows in tables.items():
         (folder / f"{name}.svg").write_text(picture.draw(rows))
-    page = folder / "README.md"
-    page.write_text(shown(page.read_text()))
-    front = folder.parent / "README.md"
-    text = front.read_text()
-    front.write_text(FIGURES.sub(lambda block: block[1] + figures(tables) + block[2], text))
+    for page, name, text in (
+        (folder / "README.md", "tables", sections(folder)),
+        (folder.parent / "README.md", "figures", figures(tables)),
+    ):
+        before = page.read_text()
+        page.write_text(shown(folder, MARKS[name].sub(lambda block, text=text: block[1] + text + block[2], before)))
 
 
 if __name__ == "__main__":

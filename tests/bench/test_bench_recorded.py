@@ -6,10 +6,12 @@ import importlib.util
 import pathlib
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
-from csakit.bench import picture, records
+from csakit import cli
+from csakit.bench import picture, records, suites
 from csakit.cli import main
 
 FOLDER = pathlib.Path(__file__).parents[2] / "benchmarks"
@@ -55,8 +57,26 @@ def render():
 
 def test_the_front_page_quotes_the_tables(render) -> None:
     tables = {path.stem: records.read_csv(path) for path in TABLES}
-    for block in render.FIGURES.finditer((FOLDER.parent / "README.md").read_text()):
+    for block in render.MARKS["figures"].finditer((FOLDER.parent / "README.md").read_text()):
         assert block[0] == block[1] + render.figures(tables) + block[2]
+
+
+def test_every_table_of_the_recording_has_its_command_and_trial(render, monkeypatch, tmp_path) -> None:
+    """Each command parses, and asks for cases; what is run is what the page shows."""
+    import record
+
+    ran = []
+    monkeypatch.setattr("subprocess.run", lambda line, **options: ran.append((line, options["env"])) or SimpleNamespace(returncode=0))
+    assert record.main(["--trial", str(tmp_path), "--megatron", "/somewhere"]) == 0
+    parser = cli.parser()
+    shown = [record.command(table, options) for table in record.TABLES for options in table.commands]
+    assert len(ran) == len(shown)
+    for (line, settings), said in zip(ran, shown):
+        args = parser.parse_args(line[line.index("bench") :])
+        assert args.append and args.suite in suites.SUITES and f"--suite {args.suite}" in said
+        assert all(settings[name] == value for name, value in re.findall(r"(\w+_?)=(\S+)", said))
+    assert {settings.get("THP_MEM_ALLOC_ENABLE") for _, settings in ran} == {None, "1"}
+    assert any("/somewhere" in line for line, _ in ran)
 
 
 def test_rendering_shows_layers_steps_and_goals(render, tmp_path, monkeypatch) -> None:
@@ -74,7 +94,7 @@ def test_rendering_shows_layers_steps_and_goals(render, tmp_path, monkeypatch) -
     steps = [of("step", "csakit-installed", "tokens", 300.0), of("step", "transformers", "tokens", 200.0)]
     steps += [of("step", row.provider, "error", 0.0) for row in steps]
     teacher = [of("attend-teacher", "csakit-cpu", "against", 1.25, baseline="attend"), of("attend-teacher", "csakit-cpu", "error", 0.0)]
-    (tmp_path / "benchmarks" / "README.md").write_text("```text\n$ csakit bench --read benchmarks/step.csv\nold```\n")
+    (tmp_path / "benchmarks" / "README.md").write_text("<!-- tables: begin -->\nold\n<!-- tables: end -->\n")
     (tmp_path / "README.md").write_text("before\n<!-- figures: begin -->\nold\n<!-- figures: end -->\nafter\n")
     for name, found in (("layers", layers), ("step", steps), ("variants", teacher)):
         timed = [replace(row, figure="cpu") for row in found if row.figure == "error"]  # for the pictures
@@ -89,3 +109,5 @@ def test_rendering_shows_layers_steps_and_goals(render, tmp_path, monkeypatch) -
     assert "300 tokens per second with the indexers' training, 200 in stock Transformers without (1.50 x)" in front
     assert "| the teacher on top of attention, 1024 x 64 x 512 | -20 %, at most 3 % (held) |" in front
     assert "old" not in page and "trains 300" in page
+    assert "csakit bench --suite step --operations step --append --out benchmarks/step.csv" in page
+    assert shown(page).keys() == {"layers.csv", "step.csv", "variants.csv"}

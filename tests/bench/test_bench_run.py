@@ -10,6 +10,7 @@ from bench_providers import Elsewhere
 
 from csakit.bench import goals, measurement, problem, profile, providers, records, runner, table
 from csakit.bench.measurement import Sample
+from csakit.bench.providers.eager import Eager
 from csakit.bench.records import PARTS
 from csakit.bench.shapes import Case, Shape
 from csakit.bench.suites import FLASH, MODERATE, Suite, against, alone
@@ -76,9 +77,34 @@ def test_patience_ends_the_rounds_but_not_the_first():
         return Sample(1.0, 1.0, None)
 
     answers = iter([True, False, True])
-    found = measurement.interleaved({"a": call, "b": call}, 5, go_on=lambda: next(answers))
+    found, failed = measurement.interleaved({"a": call, "b": call}, 5, go_on=lambda: next(answers))
+    assert not failed
     assert {name: len(samples) for name, samples in found.items()} == {"a": 2, "b": 2}
-    assert len(measurement.interleaved({"a": call}, 3, go_on=lambda: False)["a"]) == 1
+    assert len(measurement.interleaved({"a": call}, 3, go_on=lambda: False)[0]["a"]) == 1
+
+
+def test_who_fails_at_the_clock_is_reported_and_holds_up_nobody():
+    class Tired(Eager):
+        name, calls = "tired", 0
+
+        def prepare(self, problem):
+            work = super().prepare(problem)
+
+            def run():
+                self.calls += 1
+                if self.calls == 3:  # the first is checked, the second timed
+                    raise MemoryError("no more")
+                return work()
+
+            return run
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(providers, "find", lambda name, megatron: Tired() if name == "tired" else Eager())
+        rows = runner.run("test", Suite("for tests", alone(("attend",), (SHAPE,))), ["tired", "eager"], QUICK)
+    case = Case("attend", SHAPE)
+    assert figures(rows, case, "tired").keys() == {"error"}
+    assert (figures(rows, case, "tired")["error"].status, figures(rows, case, "tired")["error"].note) == ("failed", "MemoryError: no more")
+    assert figures(rows, case, "eager")["cpu"].repeats == 2
 
 
 # ---- a run that is stopped ---------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,30 +77,35 @@ class Measured:
             names = [name for name in names if name.startswith("csakit-")]
         _set_threads(case.threads)
         whole = problem.make(case, device=self.options.device) if case.operation in KERNELS else None
+        taking: list[tuple[str, providers.Provider]] = []
         for name in names:
             provider = found(name)
             reason = provider if isinstance(provider, str) else self._too_big(provider, case)
             if isinstance(provider, str) or reason:
                 version = "" if isinstance(provider, str) else provider.version
                 yield Entry(case, name, {"status": "skipped", "note": reason, "error": None, "version": version})
-            elif whole is None:
-                yield self._apart(case, name)
             else:
-                verdict, run = agreement.judge(provider, whole)
-                yield Entry(case, name, verdict, None if run is None else self._timed(run, case.threads))
+                taking.append((name, provider))
+        if whole is None:
+            workers = [(name, Worker(name, case, device=self.options.device, megatron=self.options.megatron)) for name, _ in taking]
+            yield from (self._apart(case, name, worker) for name, worker in workers)
+            return
+        for name, provider in taking:
+            verdict, run = agreement.judge(provider, whole)
+            yield Entry(case, name, verdict, None if run is None else self._timed(run, case.threads))
 
     def _too_big(self, provider: providers.Provider, case: Case) -> str | None:
         needed, most = provider.bytes_needed(case) / GIB, _most_gib(self.options)
         return f"needs about {needed:.1f} GiB; {most:.1f} are allowed" if needed > most else None
 
-    def _apart(self, case: Case, name: str) -> Entry:
+    def _apart(self, case: Case, name: str, worker: Worker) -> Entry:
         try:
-            worker = Worker(name, case, device=self.options.device, megatron=self.options.megatron)
+            verdict = worker.verdict()
         except RuntimeError as error:
-            return Entry(case, name, {"status": "failed", "note": str(error), "error": None, "version": ""})
-        if worker.verdict["status"] != "ok":
+            verdict = {"status": "failed", "note": str(error), "error": None, "version": ""}
+        if verdict["status"] != "ok":
             worker.close()
-            return Entry(case, name, worker.verdict)
+            return Entry(case, name, verdict)
         memories = self.memories.setdefault(id(worker), [])
 
         def call() -> Sample:
@@ -108,7 +113,7 @@ class Measured:
             memories.append(memory)
             return sample
 
-        return Entry(case, name, worker.verdict, call, worker)
+        return Entry(case, name, verdict, call, worker)
 
     def _timed(self, run: Callable[[], Any], threads: int) -> Callable[[], Sample]:
         def call() -> Sample:
@@ -122,7 +127,7 @@ class Measured:
         peaks = self._products(entries)
         started = time.monotonic()
         patient = self.options.patience
-        samples = interleaved(
+        samples, failures = interleaved(
             calls | {key: call for key, (call, _) in peaks.items()},
             self.options.repeats or self.suite.repeats,
             go_on=lambda: time.monotonic() - started < patient,
@@ -137,8 +142,10 @@ class Measured:
                 repeats = len(next(samples[key] for key in peaks if key[:2] == kind))
                 yield self._row(case, PEAK, torch.__version__, "throughput", best[kind], repeats=repeats)
             for number, entry in enumerate(entries):
+                if number in failures:
+                    entry = replace(entry, call=None, verdict={**entry.verdict, "status": "failed", "note": failures[number]})
                 if entry.case == case:
-                    yield from self._rows(number, entries, samples, best.get(kind))
+                    yield from self._rows(number, entry, entries, samples, best.get(kind))
 
     def _products(self, entries: Sequence[Entry]) -> dict[Any, tuple[Callable[[], Sample], int]]:
         """The matrix products to time beside the providers, for every dtype and number of threads that somebody is timed with."""
@@ -148,8 +155,9 @@ class Measured:
                 found[dtype, threads, name] = (self._timed(multiply, threads), flops)
         return found
 
-    def _rows(self, number: int, entries: Sequence[Entry], samples: Mapping[Any, Sequence[Sample]], best: Figure | None) -> Iterator[Row]:
-        entry = entries[number]
+    def _rows(
+        self, number: int, entry: Entry, entries: Sequence[Entry], samples: Mapping[Any, Sequence[Sample]], best: Figure | None
+    ) -> Iterator[Row]:
         verdict, who = entry.verdict, (entry.case, entry.provider, entry.verdict["version"])
         error = None if verdict["error"] is None else Figure(*3 * (verdict["error"],))
         yield self._row(*who, "error", error, ranged=False, status=verdict["status"], note=verdict["note"])

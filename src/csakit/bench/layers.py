@@ -115,7 +115,12 @@ def stock(shape: Shape, kind: str, tensors: dict[str, Tensor], *, trains: bool) 
         attn_implementation="eager",
     )
     model = host.DeepseekV4Model(settings)
-    attention = host.DeepseekV4Attention(settings, 0)
+    with torch.device("meta"):
+        attention = host.DeepseekV4Attention(settings, 0)
+    for module in list(attention.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, host.DeepseekV4RotaryEmbedding):  # its angles are no weights: nothing would fill them
+                setattr(module, name, host.DeepseekV4RotaryEmbedding(settings))
     names = dict(zip(official_names(attention.state_dict()), attention.state_dict()))
     parameters = {name: nn.Parameter(tensors[name], trains) for name in names}
     attention.load_state_dict({names[name]: parameter for name, parameter in parameters.items()}, assign=True)

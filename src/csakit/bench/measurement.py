@@ -25,26 +25,33 @@ class Sample(NamedTuple):
 
 def interleaved(
     calls: Mapping[Any, Callable[[], Sample]], repeats: int, *, go_on: Callable[[], bool] = lambda: True
-) -> dict[Any, list[Sample]]:
-    """The samples of every timed call: once per round, in another order each round, so that all meet the same weather.
+) -> tuple[dict[Any, list[Sample]], dict[Any, str]]:
+    """(samples of every timed call, why a call failed): once per round, in another order each round, so that all meet the same weather.
+
+    What fails is called no more and has no samples.
 
     Args:
         repeats: rounds; asked before each but the first, `go_on` may end them sooner.
     """
-    names = list(calls)
-    samples: dict[Any, list[Sample]] = {name: [] for name in names}
+    samples: dict[Any, list[Sample]] = {name: [] for name in calls}
+    failures: dict[Any, str] = {}
     gc.collect()
     gc.disable()
     try:
         for number in range(repeats):
             if number and not go_on():
                 break
+            names = list(samples)
             turn = number % len(names) if names else 0
             for name in names[turn:] + names[:turn]:
-                samples[name].append(calls[name]())
+                try:
+                    samples[name].append(calls[name]())
+                except Exception as error:  # whatever a provider raises is its result
+                    failures[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+                    del samples[name]
     finally:
         gc.enable()
-    return samples
+    return samples, failures
 
 
 def once(function: Callable[[], Any], device: str) -> Sample:

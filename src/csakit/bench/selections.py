@@ -1,49 +1,92 @@
-"""Selections to measure attention with: uniform over what is visible, or clustered as a trained indexer picks."""
+"""Selections to measure attention with: uniform over what is visible, or clustered as a trained indexer picks.
+
+What the clustered ones imitate was measured on the indexers of `csakit train --preset tiny` (benchmarks/selections.py shows both): some
+entries are picked by everybody, successive queries share half of their picks, neighbours are picked together, and there is no love of
+what is near: the window has that.
+"""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
 
 from csakit import Layout
 
-CENTRES = 4  # topics a text goes on about at a time
-JUMP = 1 / 256  # how often one of them changes for another
-SPREAD = 24.0  # entries around a topic
+# Scores of clustered selections are sums of normal numbers, smoothed over neighbouring entries; these are the shares of their variance.
+POPULAR, SLOW, FAST = 0.45, 0.3, 0.25  # of an entry, of what queries look for over a stretch of text, of the single query
+STRETCH = 16  # tokens over which the slow part changes
+TOPICS = 16  # its rank
+SMOOTH = 0.4  # weight of each neighbour
+ROWS = 1024  # queries at a time
 
 
 def make(kind: str, layout: Layout, topk: int, generator: torch.Generator) -> Tensor:
     """[1, T, K] int32 on the CPU: distinct visible entries in ascending order, -1 in slots that stay empty, last.
 
     Args:
-        kind: "uniform": every visible entry alike. "clustered": half of the picks lie near the query, four tenths around topics that walk
-            slowly over the text and jump now and then, one tenth anywhere; successive queries share most of their picks' neighbourhoods.
+        kind: "uniform": every visible entry alike. "clustered": as a trained indexer picks.
         layout: of one document per row.
     """
     visible = (layout.entry_stop - layout.entry_start)[0, :, None].cpu()
+    if kind == "uniform":
+        return _distinct(torch.rand(visible.shape[0], topk, generator=generator) * visible, visible)[None]
+    return _clustered(visible, layout.num_entries, topk, generator)[None]
+
+
+def statistics(indices: Tensor, layout: Layout) -> dict[str, float]:
+    """How the later half of the queries of one document picks: distances, picks shared between queries, neighbours, favourites.
+
+    Args:
+        indices: [1, T, K].
+    """
+    tokens, entries = indices.shape[1], layout.num_entries
+    late = indices[0, tokens // 2 :].long().cpu()
+    visible = layout.entry_stop[0, tokens // 2 :, None].cpu()
+    picked = torch.zeros(len(late), entries, dtype=torch.bool).scatter_(1, late, True)
+    count = float(picked.sum())
+    found = {"median distance, of what is visible": float(((visible - 1 - late) / visible).median())}
+    for back in (1, 16, 64):
+        found[f"picks shared with the query {back} before"] = float((picked[back:] & picked[:-back]).sum() / picked[back:].sum())
+    found["picks whose next entry is picked too"] = float((picked[:, 1:] & picked[:, :-1]).sum()) / count
+    often = picked.sum(0).sort(descending=True).values
+    found["picks that fall on a tenth of the entries"] = float(often[: entries // 10].sum()) / count
+    return found
+
+
+def _clustered(visible: Tensor, entries: int, topk: int, generator: torch.Generator) -> Tensor:
+    """[T, K]: the visible entries of greatest score."""
+
+    def normal(*shape: int, part: float) -> Tensor:
+        """Of variance `part`, smoothed over neighbouring entries."""
+        x = torch.randn(shape, generator=generator)
+        beside = x.roll(1, -1) + x.roll(-1, -1)
+        return (x + SMOOTH * beside) * math.sqrt(part / (1 + 2 * SMOOTH**2))
+
     tokens = visible.shape[0]
+    popular, topics = normal(entries, part=POPULAR), normal(TOPICS, entries, part=SLOW / TOPICS)
+    wanted = _slow(torch.randn(tokens, TOPICS, generator=generator))
+    slots = min(topk, entries)
+    picked = torch.full((tokens, topk), -1, dtype=torch.int32)
+    for start in range(0, tokens, ROWS):
+        rows = slice(start, min(start + ROWS, tokens))
+        seen = visible[rows]
+        scores = popular + wanted[rows] @ topics + normal(len(seen), entries, part=FAST)
+        best = scores.masked_fill(torch.arange(entries) >= seen, -torch.inf).topk(slots, -1).indices
+        ascending = torch.where(best < seen, best, entries).sort(-1).values
+        picked[rows, :slots] = torch.where(ascending < entries, ascending, -1).to(torch.int32)
+    return picked
 
-    def random(*shape: int) -> Tensor:
-        return torch.rand(shape, generator=generator)
 
-    draws = random(tokens, topk) * visible
-    if kind == "clustered":
-        which = random(tokens, topk)
-        recent = visible + random(tokens, topk).clamp(min=1e-9).log() * (topk / 2)
-        centre = _walk(tokens, generator) * visible
-        side = torch.where(random(tokens, topk) < 0.5, -SPREAD, SPREAD)
-        topical = centre.repeat(1, -(-topk // CENTRES))[:, :topk] + side * random(tokens, topk).clamp(min=1e-9).log()
-        draws = torch.where(which < 0.5, recent, torch.where(which < 0.9, topical, draws))
-    return _distinct(draws, visible)[None]
-
-
-def _walk(tokens: int, generator: torch.Generator) -> Tensor:
-    """[T, CENTRES]: where each topic lies, as a part 0..1 of the visible entries; a reflected random walk that jumps."""
-    steps = torch.randn(tokens, CENTRES, generator=generator) * 0.002
-    jumps = torch.rand(tokens, CENTRES, generator=generator) < JUMP
-    steps += torch.where(jumps, torch.rand(tokens, CENTRES, generator=generator), 0)
-    start = torch.rand(1, CENTRES, generator=generator)
-    return ((start + steps.cumsum(0)) % 2 - 1).abs()
+def _slow(noise: Tensor) -> Tensor:
+    """[T, N] of variance 1 that forgets over STRETCH rows."""
+    kept = math.exp(-1 / STRETCH)
+    state, rows = noise[0], []
+    for step in noise:
+        state = kept * state + math.sqrt(1 - kept**2) * step
+        rows.append(state)
+    return torch.stack(rows)
 
 
 def _distinct(draws: Tensor, visible: Tensor) -> Tensor:

@@ -34,13 +34,10 @@ class Memory(NamedTuple):
 
 
 class Worker:
-    """The process of a provider, by name, at a case.
+    """The process of a provider, by name, at a case. Its methods raise RuntimeError, with its last words, when it has failed.
 
-    Attributes:
-        verdict: status, note, error and version, as in the rows; without `check` nothing is compared.
-
-    Raises:
-        RuntimeError: the process failed; with its last words.
+    Args:
+        check: whether it compares its results before it is measured.
     """
 
     def __init__(self, provider: str, case: Case, *, device: str, megatron: str | None = None, check: bool = True) -> None:
@@ -50,11 +47,11 @@ class Worker:
             [sys.executable, "-m", __spec__.name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True
         )
         request = {"provider": provider, "case": asdict(case), "device": device, "megatron": megatron, "check": check, "path": sys.path}
-        try:
-            self.verdict: dict[str, Any] = self._ask(request)
-        except BaseException:
-            self.close()
-            raise
+        self._tell(request)
+
+    def verdict(self) -> dict[str, Any]:
+        """Status, note, error and version, as in the rows: the first answer. Processes begun together prepare side by side."""
+        return self._answer()
 
     def run(self) -> tuple[Any, Memory]:
         """The `measurement.Sample` and the memory of one call."""
@@ -76,12 +73,19 @@ class Worker:
             file.close()
 
     def _ask(self, request: Any) -> dict[str, Any]:
-        assert self._process.stdin is not None and self._process.stdout is not None
+        self._tell(request)
+        return self._answer()
+
+    def _tell(self, request: Any) -> None:
+        assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
             pass  # it is gone; its answer says why
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             code = self._process.wait()
@@ -99,6 +103,7 @@ def measure(provider: str, case: Case, *, device: str, megatron: str | None = No
     """
     worker = Worker(provider, case, device=device, megatron=megatron, check=False)
     try:
+        worker.verdict()
         return worker.run()[1]
     finally:
         worker.close()
