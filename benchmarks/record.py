@@ -45,16 +45,28 @@ TABLES = (
         (f"--suite small --providers {BOTH},eager",),
     ),
     Table(
+        "step",
+        "Where the time of a step goes",
+        "A training step of the tiny preset, and one V4-Flash-width layer. csakit's columns train the indexer, stock's do not.",
+        ("--suite step --operations step", "--suite step --operations csa-backward --threads 2 --repeats 2"),
+    ),
+    Table(
         "variants",
         "Teacher, threads, dtype",
         "csakit against itself, in the same rounds: with and without the teacher, two threads and one, bfloat16 and float32.",
-        (f"--suite variants --providers {NATIVE} --patience 30",),
+        (f"--suite variants --providers {NATIVE} --patience 15",),
     ),
     Table(
         "growth",
         "Growth",
         "V4-Flash proportions at 1/16 of both widths, so that the length at which scoring overtakes attention is that of the model.",
         (f"--suite growth --providers {NATIVE} --patience 25",),
+    ),
+    Table(
+        "targets",
+        "What the native kernels are held to",
+        "The last lines are the goals. Speedups in the table are over the eager author; the CSV has those over everybody else too.",
+        (f"--suite targets --providers {BOTH},eager,megatron --megatron PATH --patience 40",),
     ),
     Table(
         "allocator",
@@ -70,19 +82,7 @@ TABLES = (
         "attention",
         "Uniform and clustered selections",
         "Clustered selections imitate trained indexers (below). Backward is with the teacher.",
-        (f"--suite attention --operations attend-teacher,attend-backward --providers {BOTH},eager --patience 15",),
-    ),
-    Table(
-        "targets",
-        "What the native kernels are held to",
-        "The last lines are the goals. Speedups in the table are over the eager author; the CSV has those over everybody else too.",
-        (f"--suite targets --providers {BOTH},eager,megatron --megatron PATH --patience 40",),
-    ),
-    Table(
-        "step",
-        "Where the time of a step goes",
-        "A training step of the tiny preset, and one V4-Flash-width layer. csakit's columns train the indexer, stock's do not.",
-        ("--suite step --operations step", "--suite step --operations csa-backward --threads 2 --repeats 2"),
+        (f"--suite attention --operations attend-backward --providers {BOTH},eager --patience 10",),
     ),
     Table(
         "layers",
@@ -90,8 +90,9 @@ TABLES = (
         "One attention layer of each kind, time and memory of the same calls. csakit's backward trains the indexer, stock's does not. What "
         "was skipped does not fit into the memory of the machine.",
         (
-            "--suite layers --max-tokens 1024 --threads 2 --patience 25",
-            "--suite layers --threads 2 --repeats 1 --most-gib 19.5",  # stock's forward at 4096 tokens takes 18 GiB
+            "--suite layers --max-tokens 1024 --threads 2 --patience 15",
+            # stock's forward at 4096 tokens takes most of the memory, and minutes
+            "--suite layers --threads 2 --repeats 1 --most-gib 19.5 --providers csakit-nn,transformers",
         ),
     ),
 )

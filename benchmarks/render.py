@@ -78,7 +78,8 @@ def _layers(rows: Sequence[Row]) -> str:
     ]
     for case in sorted(cases, key=lambda case: (case.shape.tokens, list(LAYERS).index(case.kind), case.backward)):
         found = {provider: _of(rows, case, provider) for provider in PROVIDERS}
-        cells = [_cell(found[provider]) for provider in PROVIDERS]
+        status = {row.provider: row.status for row in rows if (row.case, row.figure) == (case, "error")}
+        cells = [_cell(found[provider], status.get(provider, "")) for provider in PROVIDERS]
         own, stock = (found[provider].get("wall") for provider in ("csakit-nn", "transformers"))
         over = f"{stock / own:.1f} x" if own and stock else ""
         what = f"{LAYERS[case.kind]}, {'forward and backward' if case.backward else 'forward'}"
@@ -95,9 +96,9 @@ def _of(rows: Sequence[Row], case: object, provider: str) -> dict[str, float]:
     return {row.figure: row.value for row in rows if (row.case, row.provider) == (case, provider) and row.value is not None}
 
 
-def _cell(found: dict[str, float]) -> str:
+def _cell(found: dict[str, float], status: str) -> str:
     if "wall" not in found:
-        return "does not fit"
+        return {"skipped": "does not fit", "": "-"}.get(status, status)
     memory = found.get("memory peak")
     return f"{found['wall'] / 1e3:.2f} s" + ("" if memory is None else f", {memory / 1024:.1f} GiB")
 

@@ -213,7 +213,7 @@ class Measured:
             if self.suite.parts and entry.worker is not None:
                 for part, milliseconds in entry.worker.parts().items():
                     yield single(f"part {part}", milliseconds)
-            if self.suite.starts and entry.provider.startswith("csakit-"):
+            if self.suite.starts and entry.case == self.suite.cases[0] and entry.provider.startswith("csakit-"):
                 yield from ((name, figure, True, "") for name, figure in starts.measure(entry.provider, entry.case).items())
         except RuntimeError as error:
             self.tell(str(error))

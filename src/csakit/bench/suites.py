@@ -44,7 +44,7 @@ class Suite:
     Attributes:
         memory: whether peak memory is measured, in a process for each provider and case.
         repeats: rounds, unless the caller says otherwise.
-        starts: whether the time of `import csakit` and of the first call in a fresh process are measured.
+        starts: whether the time of `import csakit` and of the first call in a fresh process are measured, at the first case.
         parts: whether a profile says where the time goes.
     """
 
@@ -159,7 +159,7 @@ SUITES = {
         "what a call costs that has next to nothing to do, the first call of a process, and import",
         alone(("attend", "attend-teacher", "attend-backward", *INDEXER), (SMALL,)),
         memory=False,
-        repeats=300,
+        repeats=100,
         starts=True,
     ),
 }

@@ -38,7 +38,7 @@ class Stock:
         shape = case.shape
         if case.operation in LAYERS:
             entries = {"sliding": 0, "csa": shape.entries, "hca": shape.tokens // HCA_RATIO}[case.kind]
-            return 4 * shape.heads * shape.tokens * (shape.tokens + entries) * (6 if case.backward else 4)
+            return 4 * shape.heads * shape.tokens * (shape.tokens + entries) * (30 if case.backward else 17) // 5
         if case.operation == "step":
             return 0
         if case.operation in ATTENTION:
