@@ -428,3 +428,11 @@ def test_a_layer_takes_a_config_and_a_number_of_its_schedule() -> None:
         CompressedSparseAttention(replace(layer_of().config, compress_ratio=0))
     with pytest.raises(ValueError, match="width must be at least 8; got 4"):
         Compressor(layer_of().config, width=4)
+
+
+def test_the_gate_multiplies_in_fp32_also_with_a_weight_handed_over_in_a_lower_precision() -> None:
+    """As FSDP's mixed precision does, which casts every parameter."""
+    gate = own_layer(CSA, stock_layer(CSA)).indexer.weights_proj
+    gate.weight = torch.nn.Parameter(gate.weight.detach().bfloat16())
+    x = torch.randn(1, 3, HIDDEN, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert torch.equal(gate(x), torch.nn.functional.linear(x.float(), gate.weight.float()))

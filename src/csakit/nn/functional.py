@@ -7,7 +7,7 @@ pooled tokens, inputs of the indexer from detached ones, attention together with
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,6 +50,7 @@ class Objective(NamedTuple):
     denominator: str = "attended"  # or "visible"
     weight: Tensor | None = None  # [B, T], of `csakit.distill`
     divisor: float | Tensor | None = None  # of `csakit.distill`
+    group: Any = None  # of `csakit.distill`: over which the heads are sharded
 
 
 def compressed_entries(
@@ -104,13 +105,14 @@ def attend_and_distill(
     if objective.kind == "off":
         return attention, None
     assert entries is not None and index is not None
-    weight, divisor = objective.weight, objective.divisor
+    weight, divisor, group = objective.weight, objective.divisor, objective.group
     if objective.kind == "dense":
         index_q, index_k, weights, index_scale = index
         lse = attention.lse
         loss = csakit.distill_dense(
-            index_q, index_k, weights, q, entries, lse, layout, index_scale=index_scale, scale=scale, weight=weight, divisor=divisor
-        )
+            index_q, index_k, weights, q, entries, lse, layout,
+            index_scale=index_scale, scale=scale, weight=weight, divisor=divisor, group=group,
+        )  # fmt: skip
         return attention, loss
     assert selection is not None
     log_mass = attention.log_mass
@@ -118,4 +120,4 @@ def attend_and_distill(
         lse = inputs.visible_lse(layout)
         log_mass = csakit.teacher_log_mass(q, entries, lse, layout, indices=indices, scale=scale)
         attention = attention._replace(log_mass=log_mass)
-    return attention, csakit.distill(selection.scores, log_mass, layout, weight=weight, divisor=divisor)
+    return attention, csakit.distill(selection.scores, log_mass, layout, weight=weight, divisor=divisor, group=group)

@@ -32,11 +32,15 @@ class Float32Parameters(nn.Module):
 
 
 class Float32Linear(Float32Parameters, nn.Linear):
-    """A linear map, without bias, that stays in fp32, also under autocast: the gate of the indexer decides near-ties."""
+    """A linear map, without bias, that stays in fp32, also under autocast: the gate of the indexer decides near-ties.
+
+    Sharding libraries may hand the weight over in a lower precision; the product is fp32 then too.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
-            return super().forward(x.to(accumulator(x)))
+            rows = x.to(accumulator(x))
+            return nn.functional.linear(rows, self.weight.to(rows.dtype), self.bias)
 
 
 class RMSNorm(nn.Module):
