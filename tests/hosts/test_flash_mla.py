@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -93,6 +95,60 @@ def test_output_lse_and_teacher_of_a_fused_kernel_are_those_of_attend(case: Case
     assert torch.equal(got.indices.sort(-1).values, case.chosen.sort(-1).values)
     mass = csakit.teacher_log_mass(case.q, case.entries, got.lse, case.layout, indices=case.chosen)
     assert_close(mass, want.log_mass, 1e-12)
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_attend_by_a_kernel_is_attend(case: Case, dense: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashMLA's function is found where it is installed; padding gives 0 whatever the kernel wrote there."""
+
+    def kernel(*given):
+        assert given[5].dtype == torch.float32 and given[0].requires_grad is False
+        out, greatest, lse = flash_mla_sparse_fwd(*given)
+        empty = (given[2] < 0).all(-1)[..., None]
+        return out.masked_fill(empty, float("nan")), greatest, lse
+
+    monkeypatch.setitem(sys.modules, "flash_mla", SimpleNamespace(flash_mla_sparse_fwd=kernel))
+    indices = None if dense else case.chosen
+    q = case.q.clone().requires_grad_()
+    want = csakit.attend(
+        case.q, case.kv if case.layout.window else None, case.entries, case.layout, indices=indices, sink=case.sink, teacher=True
+    )
+    got = flash_mla.attend(q, case.kv, case.entries, case.addresses, indices=indices, sink=case.sink, teacher=True)
+    assert not got.out.requires_grad
+    assert_close(got.out, want.out, 1e-12)
+    assert_close(got.lse, want.lse, 1e-12)
+    assert (got.log_mass is None) == (indices is None)
+    if indices is not None:
+        assert_close(got.log_mass, want.log_mass, 1e-12)
+
+
+def test_attend_by_a_kernel_of_another_form() -> None:
+    """cuDNN's takes keys and indices without a head axis and returns more; TileLang's works in powers of two and marks no empty row."""
+    case = make(ADDRESSES["sbhd with padding"]())
+    want = csakit.attend(case.q, case.kv, case.entries, case.layout, indices=case.chosen, sink=case.sink)
+
+    def cudnn(q, kv, indices, scale, width, sink):
+        assert kv[:, 0].shape == (case.addresses.size, WIDTH)
+        found = dict(zip(("out", "max_logits", "lse"), flash_mla_sparse_fwd(q, kv, indices, scale, width, sink)), lse_indexer=None)
+        return found["out"], found["max_logits"], found["lse"]
+
+    def tilelang(q, kv, indices, scale, width, sink):
+        out, _, lse = flash_mla_sparse_fwd(q, kv, indices, scale, width, sink)
+        return out, None, torch.where(lse == INF, -INF, lse) / math.log(2)
+
+    for kernel, base in ((cudnn, "e"), (tilelang, "2")):
+        got = flash_mla.attend(
+            case.q, case.kv, case.entries, case.addresses, indices=case.chosen, sink=case.sink, kernel=kernel, base=base, multiple=1
+        )
+        assert_close(got.lse, want.lse, 1e-12)
+        assert_close(got.out, want.out, 1e-12)
+
+
+def test_without_flash_mla_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flash_mla", None)
+    case = make(ADDRESSES["sbhd"]())
+    with pytest.raises(ImportError, match=r"flash_mla is not installed. Build it from .*kernel=, or call csakit.attend"):
+        flash_mla.attend(case.q, case.kv, case.entries, case.addresses)
 
 
 def test_slots_keep_their_order_so_the_hosts_index_scores_stay_aligned(case: Case) -> None:

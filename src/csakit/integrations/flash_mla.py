@@ -9,18 +9,21 @@ the kernel's kv holds which token and entry, `read` turns what the kernel was gi
     lse, chosen = flash_mla.read(lse, indices, addresses, sink=sink, slots=topk, max_logits=max_logits)
     log_mass = csakit.teacher_log_mass(q, entries, lse, layout, indices=chosen, scale=scale)
     loss = csakit.distill(scores, log_mass, layout).loss
+
+`attend` does all of it but the loss, for callers without tensors of the kernel's form.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import checks
-from ..attention import lse_with_sink
+from ..attention import Attention, logit_scale, lse_with_sink, teacher_log_mass
 from ..backends.rows import INF
 from ..layout import Layout
 from ..selection import check_indices, validate_indices
@@ -246,6 +249,62 @@ def read(
         validate_indices(chosen, layout)
     full = lse_with_sink(torch.where(attends[..., None], kernel_lse, -INF), sink, base=base)
     return Read(full.masked_fill(~layout.valid[..., None], -INF), chosen)
+
+
+@torch.no_grad()
+def attend(
+    q: Tensor,
+    kv: Tensor,
+    entries: Tensor,
+    addresses: Addresses,
+    *,
+    indices: Tensor | None = None,
+    sink: Tensor | None = None,
+    scale: float | None = None,
+    value_width: int | None = None,
+    teacher: bool = False,
+    multiple: int = 128,
+    base: Literal["e", "2"] = "e",
+    kernel: Callable[..., Any] | None = None,
+) -> Attention:
+    """What `csakit.attend` returns, by a fused forward kernel. Constants: the kernel has no backward.
+
+    Args:
+        q, kv, entries, indices, sink, scale, value_width, teacher: of `csakit.attend`. FlashMLA's kernels take bfloat16, D = 512 or 576 and
+            values of 512 channels.
+        addresses: of the layout.
+        multiple, base: of `Addresses.indices` and `read`.
+        kernel: called as `flash_mla_sparse_fwd(q, kv, indices, scale, value_width, sink)`, with the tensors of that function, and
+            returns (out, max_logits, lse). None: FlashMLA's.
+
+    Raises:
+        ImportError: no kernel was given and flash_mla is not installed.
+        TypeError, ValueError: tensors that do not fit the layout; an lse that `read` refuses.
+    """
+    if kernel is None:
+        kernel = _flash_mla_kernel()
+    layout, flat = addresses.layout, addresses.flatten(q.detach())  # a view made without grad mode still requires a gradient
+    scale = logit_scale(scale, q.shape[-1])
+    picked = addresses.indices(indices, multiple=multiple)
+    strength = None if sink is None else sink.float()
+    keys = addresses.memory(kv, entries)[:, None]
+    out, greatest, lse = kernel(flat, keys, picked[:, None], scale, value_width or q.shape[-1], strength)
+    slots = layout.num_entries if indices is None else indices.shape[-1]
+    whole = read(lse, picked, addresses, sink=sink, slots=slots, base=base, max_logits=greatest).lse
+    out = addresses.unflatten(out).masked_fill(~layout.valid[..., None, None], 0)
+    mass = teacher_log_mass(q, entries, whole, layout, indices=indices, scale=scale) if teacher and indices is not None else None
+    return Attention(out, whole, mass)
+
+
+def _flash_mla_kernel() -> Callable[..., Any]:
+    try:
+        from flash_mla import flash_mla_sparse_fwd
+    except ImportError as error:
+        raise ImportError(
+            "flash_mla is not installed. Build it from https://github.com/deepseek-ai/FlashMLA (a Hopper or Blackwell GPU), "
+            "give another kernel with kernel=, or call csakit.attend"
+        ) from error
+    return flash_mla_sparse_fwd
 
 
 def _sizes(layout: Layout) -> tuple[int, int, Tensor]:
