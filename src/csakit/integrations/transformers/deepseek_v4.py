@@ -121,8 +121,9 @@ class DeepseekV4Adapter:
 def _indexer(compressor: Any) -> Any:
     """The indexer that runs, None where there is none. PEFT's `modules_to_save` wraps it together with copies, one of which does."""
     indexer = getattr(compressor, "indexer", None)
-    copies = getattr(indexer, "modules_to_save", None)
-    return indexer if copies is None else copies[indexer.active_adapters[0]]
+    if indexer is None or getattr(indexer, "modules_to_save", None) is None:
+        return indexer
+    return indexer.modules_to_save[indexer.active_adapters[0]]
 
 
 def _project(module: Any, hidden_states: Tensor, q_residual: Tensor, call: Call) -> IndexInputs:
