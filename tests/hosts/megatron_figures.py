@@ -25,6 +25,7 @@ def main(path: str) -> None:
 
     from csakit.integrations import megatron
 
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     patch = pytest.MonkeyPatch()
     replace_kernels(csa, patch)
     patch.setattr(csa.cp_utils, "_build_cp_indexer_layout", eager(csa.cp_utils._build_cp_indexer_layout))

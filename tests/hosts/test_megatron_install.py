@@ -50,7 +50,7 @@ def host(monkeypatch) -> SimpleNamespace:
     csa.cp_utils, csa.DSAIndexerLossAutoScaler = ranks, Scaler
     csa.CompressedSparseAttention = type("CompressedSparseAttention", (), {"__module__": "csa"})
     csa.CSAIndexer = csa.DSAIndexerLossLoggingHelper = None
-    for path, names in handles._CALLED.items():
+    for path, names in (handles._CALLED | handles._CALLED_TO_ATTEND).items():
         owner, _, name = path.rpartition(".")
         if owner and getattr(csa, owner) is None:
             setattr(csa, owner, type(owner, (), {}))
@@ -132,6 +132,13 @@ def test_what_is_missing_is_named(host) -> None:
         "DSAIndexerLossAutoScaler has no main_loss_backward_scale", "forward_step_calc_loss takes ['output']",
     ):  # fmt: skip
         assert text in str(error.value)
+
+
+def test_what_only_megatrons_attention_needs_is_asked_for_with_it_alone(host) -> None:
+    host.csa.unfused_compressed_sparse_attn = stub(["query"])
+    megatron.install().remove()
+    with pytest.raises(RuntimeError, match=r"unfused_compressed_sparse_attn should take \['query', 'kv_full'"):
+        megatron.install(attention="megatron")
 
 
 def test_a_patch_under_or_over_csakits_is_refused(host, monkeypatch) -> None:

@@ -32,6 +32,8 @@ _CALLED = {
     "CSAIndexer.forward_before_topk": ["self", "x", "qr", "packed_seq_params"],
     "DSAIndexerLossAutoScaler.set_loss_scale": ["scale"],
     "DSAIndexerLossLoggingHelper.save_loss_to_tracker": ["loss", "layer_number", "num_layers"],
+}
+_CALLED_TO_ATTEND = {  # with attention="megatron"
     "unfused_compressed_sparse_attn": ["query", "kv_full", "attn_sink", "topk_indices", "softmax_scale"],
     "CompressedSparseAttention._forward_fused_indexer_inference": [
         "self", "query", "x", "qr", "kv_full", "n_compressed", "offset", "window_idxs", "packed_seq_params",
@@ -142,7 +144,8 @@ def install(*, attention: str = "csakit", denominator: str = "attended") -> Hand
         if hasattr(owner.__dict__[name], "__wrapped__"):
             raise RuntimeError(f"{owner.__name__}.{name} is patched already, not by csakit; undo that first")
     ours = [(owner, name, make(owner.__dict__[name])) for owner, name, make in present]
-    _refuse_unknown(csa, schedules, ours, [(owner, name) for owner, name, _ in places])
+    called = _CALLED | (_CALLED_TO_ATTEND if attention == "megatron" else {})
+    _refuse_unknown(csa, schedules, ours, [(owner, name) for owner, name, _ in places], called)
     for owner, name, function in ours:
         action = f"{_ACTIONS[attention]} ({_PLACES[name]})" if name in _PLACES else "tells csakit, in a context-parallel training step"
         handle._patch(owner, name, function, action)
@@ -183,7 +186,9 @@ def _places(csa: Any, attention: str, denominator: str) -> list[tuple[Any, str, 
     ]
 
 
-def _refuse_unknown(csa: Any, schedules: Any, ours: list[tuple[Any, str, Any]], wanted: list[tuple[Any, str]]) -> None:
+def _refuse_unknown(
+    csa: Any, schedules: Any, ours: list[tuple[Any, str, Any]], wanted: list[tuple[Any, str]], called: dict[str, list[str]]
+) -> None:
     """Raises RuntimeError unless everything csakit replaces or calls has the parameters it knows."""
     found = [(owner, name) for owner, name, _ in ours]
     problems = [f"{owner.__name__}.{name} does not exist" for owner, name in wanted if (owner, name) not in found]
@@ -191,9 +196,9 @@ def _refuse_unknown(csa: Any, schedules: Any, ours: list[tuple[Any, str, Any]], 
         have, known = parameters(owner.__dict__[name]), parameters(function)
         if have not in (known, parameters(function, required=True)):
             problems.append(f"{owner.__name__}.{name} takes {have}, known is {known}")
-    for path, expected in _CALLED.items():
-        called = functools.reduce(lambda holder, name: getattr(holder, name, None), path.split("."), csa)
-        if called is None or not set(expected) <= set(parameters(called)):
+    for path, expected in called.items():
+        function = functools.reduce(lambda holder, name: getattr(holder, name, None), path.split("."), csa)
+        if function is None or not set(expected) <= set(parameters(function)):
             problems.append(f"{path} should take {expected}")
     if not hasattr(csa.DSAIndexerLossAutoScaler, "main_loss_backward_scale"):
         problems.append("DSAIndexerLossAutoScaler has no main_loss_backward_scale")
