@@ -125,7 +125,11 @@ def test_pictures_are_well_formed_bars_and_curves(rows):
     times = [row for row in rows if row.figure == "cpu"]
     curves = picture.draw([replace(row, tokens=row.tokens << n) for row in times for n in range(3)])
     assert curves.count("<polyline") == 4
-    for drawn in (bars, curves):
+    other = picture.draw([*times, *(replace(row, allocator="another") for row in times)])
+    assert other.count("<rect") == 1 + 8 and "float32, another</text>" in other
+    mixed = picture.draw([replace(row, tokens=row.tokens << n, heads=row.heads + n) for row in times for n in range(3)])
+    assert "<polyline" not in mixed  # three lengths, but of different heads: no curve
+    for drawn in (bars, curves, other, mixed):
         ElementTree.fromstring(drawn)
     with pytest.raises(ValueError, match="nothing was timed"):
         picture.draw([row for row in rows if row.figure == "error"])

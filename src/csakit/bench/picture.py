@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from html import escape
 
 from .figures import Figure, crossing
 from .records import PEAK, Row
+from .shapes import Case
 
 WIDTH, LEFT, RIGHT, LINE, CHART = 860, 190, 120, 22, 420.0
 COLOURS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2")
@@ -19,7 +21,7 @@ STYLE = (
 
 
 def draw(rows: Sequence[Row]) -> str:
-    """The SVG of timed rows: curves when one operation was measured at three or more lengths, bars otherwise.
+    """The SVG of timed rows: curves when an operation was measured at three or more lengths and otherwise alike, bars if not.
 
     Raises:
         ValueError: no row holds a time.
@@ -30,9 +32,9 @@ def draw(rows: Sequence[Row]) -> str:
         raise ValueError("rows must hold at least one time; nothing was timed")
     providers = list(dict.fromkeys(row.provider for row in times))
     colour = {provider: COLOURS[number % len(COLOURS)] for number, provider in enumerate(providers)}
-    lengths: dict[str, set[int]] = {}
+    lengths: dict[Case, set[int]] = {}
     for row in times:
-        lengths.setdefault(row.operation, set()).add(row.tokens)
+        lengths.setdefault(replace(row.case, shape=replace(row.case.shape, tokens=0)), set()).add(row.tokens)
     if max(map(len, lengths.values())) >= 3:
         return _curves(rows, times, clock)
     return _bars(rows, times, clock, colour)
@@ -46,15 +48,16 @@ def _page(height: float, title: str, parts: Sequence[str]) -> str:
 def _bars(rows: Sequence[Row], times: Sequence[Row], clock: str, colour: dict[str, str]) -> str:
     """A group of bars per case, each group to its own scale; the line across a bar's end spans the 20 to 80 % quantiles."""
     parts, y = [], 12.0
-    for case in dict.fromkeys(row.case for row in times):
-        group = [row for row in times if row.case == case]
+    several = len({row.allocator for row in times}) > 1
+    for case, allocator in dict.fromkeys((row.case, row.allocator) for row in times):
+        group = [row for row in times if (row.case, row.allocator) == (case, allocator)]
         speedups: dict[str, Row] = {}
         for row in rows:
-            if row.case == case and row.figure == "speedup":
+            if (row.case, row.allocator, row.figure) == (case, allocator, "speedup"):
                 speedups.setdefault(row.provider, row)
         longest = max(_numbers(row).high for row in group)
         y += LINE
-        parts.append(f'<text class="title" x="12" y="{y - 6:.0f}">{escape(str(case))}</text>')
+        parts.append(f'<text class="title" x="12" y="{y - 6:.0f}">{escape(f"{case}, {allocator}" if several else str(case))}</text>')
         for row in group:
             numbers, scale = _numbers(row), (WIDTH - LEFT - RIGHT) / longest
             middle, end = y + LINE / 2, LEFT + numbers.value * scale
