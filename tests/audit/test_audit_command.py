@@ -42,6 +42,11 @@ def test_the_exit_code_is_0_when_every_probe_passes_and_1_when_one_fails(capsys:
         (["all", "torch"], "the candidate `all` stands alone"),
         (["all", "--probes", "window"], "the candidate `all` stands alone"),
         (["torch", "--markdown"], "--markdown goes with the candidate `all` alone"),
+        (["torch", "--path", "."], "--path names a Megatron-LM checkout: it goes with megatron"),
+        (["megatron", "--path", "no/such/folder"], "--path must be a Megatron-LM checkout, a folder with megatron/core in it"),
+        (["torch", "--width", "0"], "width of a size must be a whole number of at least 1"),
+        (["torch", "--tensors", "x.safetensors"], "--tensors stands alone"),
+        (["--tensors", "no_such_file.safetensors"], "no_such_file.safetensors"),
     ],
     ids=" ".join,
 )
@@ -59,7 +64,7 @@ def test_json_holds_every_verdict_under_fixed_names(capsys: pytest.CaptureFixtur
     assert found["passed"] is False
     right, wrong = found["reports"]
     for report in (right, wrong):
-        assert set(report) == {"candidate", "passed", "fits", "verdicts"}
+        assert set(report) == {"candidate", "passed", "verdict", "fits", "fit", "conventions", "places", "picture", "verdicts"}
         for verdict in report["verdicts"]:
             assert set(verdict) == {"probe", "status", "measured", "limit", "explanation"}
             assert isinstance(verdict["measured"], float)
@@ -74,7 +79,7 @@ def test_without_a_candidate_it_lists_who_can_be_audited_and_what_is_asked(capsy
     shown = capsys.readouterr().out
     assert main(["audit", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert list(found["candidates"]) == ["csakit", "torch", *audit.candidates.WRONG]
+    assert list(found["candidates"]) == ["csakit", "torch", *audit.candidates.HOSTS, *audit.candidates.WRONG]
     assert list(found["probes"]) == list(audit.PROBES)
     for text in (*found["candidates"].values(), *found["probes"].values()):
         assert text in shown
@@ -122,7 +127,7 @@ def test_on_a_terminal_without_rich_the_plain_table_is_printed(monkeypatch: pyte
 
 def test_the_example_passes_what_it_supports_and_fits_on_a_page(capsys: pytest.CaptureFixture[str]):
     runpy.run_path(str(EXAMPLE), run_name="__main__")
-    assert "your_loss: 18 passed, 0 failed, 10 not tested" in capsys.readouterr().out
+    assert "your_loss: 18 passed, 0 failed, 13 not tested" in capsys.readouterr().out
     assert len(EXAMPLE.read_text().splitlines()) <= 40
 
 

@@ -23,7 +23,10 @@ NAMED_BY = {
     "sink-without-window": {"window", "worked-teacher"},
     "window-without-sink": {"sink", "worked-teacher"},
     "per-rank-normalisation": {"head-split"},
+    "teacher-without-scale": {"shift-invariance", "sparse-loss", "dense-loss"},
     "epsilon-in-logarithm": {"extreme-scores"},
+    "clamped-student": {"extreme-scores"},
+    "reverse-kl": {"extreme-scores", "sparse-loss", "dense-loss"},
     "probability-space": {"underflow"},
     "unnormalised-teacher": {"single-head-control"},
     "base-2-lse": {"shift-invariance", "worked-teacher"},
@@ -36,14 +39,15 @@ NAMED_BY = {
     "sparse-is-dense": {"top-k-below-visible"},
     "student-without-scale": {"sparse-loss", "dense-loss"},
     "detached-scores": {"indexer-trains"},
-    "packed-as-one": {"packed-leak", "compression"},
-    "left-padding-as-text": {"padding-side"},
+    "packed-as-one": {"packed-leak", "attention-packed", "compression"},
+    "left-padding-as-text": {"padding-side", "attention-padding"},
     "masked-by-score-only": {"padding-poison"},
     "softmax-of-nothing": {"empty-rows"},
     "padding-in-divisor": {"row-divisor"},
     "candidates-in-divisor": {"row-divisor"},
     "divisor-ignored": {"loss-scale"},
     "weights-ignored": {"row-weights"},
+    "coefficient-none": {"loss-off"},
 }
 # What must not be blamed on a mistake that leaves it right.
 SPARED = {
@@ -154,9 +158,102 @@ def test_statistics_in_bfloat16_lose_the_teacher_and_are_found():
     assert audit.run(candidate, ["underflow"]).failed == ("underflow",)
 
 
-def test_a_candidate_of_the_other_denominator_must_say_so():
-    class Undeclared(Library):
-        def loss(self, case: audit.Case) -> audit.Result:
-            return super().loss(replace(case, denominator="visible"))
+class OfConvention(Library):
+    """csakit under a convention of its own, whatever the case says; no member but the loss."""
 
-    assert audit.run(Undeclared(), ["sparse-loss"]).failed == ("sparse-loss",)
+    select = attend = compress = loss_over_ranks = with_coefficient = None  # type: ignore[assignment]
+
+    def __init__(self, convention: str, declared: bool):
+        self._convention = convention
+        if declared:
+            self.divisor = convention
+
+    def loss(self, case: audit.Case) -> audit.Result:
+        if self._convention == "visible":
+            return super().loss(replace(case, denominator="visible"))
+        result, lengths = super().loss(case), [length for _, _, length in case.documents]
+        if case.divisor is not None:
+            return result
+        weight = torch.ones(case.kv.shape[:2]) if case.weight is None else case.weight
+        rows = [weight[row, first : first + length] for row, first, length in case.documents]
+        tokens = sum(float(row.sum()) for row in rows)
+        other = {
+            "candidates": sum(float(row[case.ratio - 1 :].sum()) for row in rows),
+            "positions": float(weight.sum()),
+            "one": 1.0,
+        }[self._convention]
+        return result._replace(loss=result.loss * (tokens / other if other and lengths else 1.0))
+
+
+def test_the_visible_denominator_is_a_convention_that_the_audit_finds_by_itself():
+    report = audit.run(OfConvention("visible", declared=False))
+    assert report.verdict == "correct", str(report)
+    assert "runs over all visible entries" in report.conventions["top-k"]
+    assert "stands before each head's softmax" in audit.run(Library(), ["window"]).conventions["top-k"]
+
+
+@pytest.mark.parametrize("divisor", ["candidates", "positions", "one"])
+def test_another_divisor_is_right_when_it_is_declared_and_named_when_it_is_not(divisor: str):
+    declared = audit.run(OfConvention(divisor, declared=True))
+    assert declared.verdict == "correct", str(declared)
+    undeclared = audit.run(OfConvention(divisor, declared=False), ["row-divisor"])
+    assert undeclared.failed == ("row-divisor",)
+    assert f'declare divisor = "{divisor}"' in undeclared.verdicts[0].explanation
+
+
+def test_the_order_and_the_empty_slots_of_a_selection_are_a_convention():
+    class Backwards(Library):
+        def select(self, case: audit.Case) -> torch.Tensor:
+            return torch.nn.functional.pad(super().select(case).flip(-1), (2, 1), value=-1)
+
+    assert audit.run(Backwards(), ["selection"]).passed
+
+
+@pytest.mark.parametrize("name", ["csakit", "torch"])
+def test_right_candidates_are_right_for_tokens_alone_and_at_a_larger_size(name: str):
+    candidate = audit.candidates.load(name)
+    alone = SimpleNamespace(**{member: getattr(candidate, member) for member in ("loss", "select", "attend")}, form="dsa", name=name)
+    report = audit.run(alone)
+    assert report.verdict == "correct", str(report)
+    assert "window" in {verdict.probe for verdict in report.verdicts if verdict.status == "not tested"}
+    size = audit.Size(times=3, heads=6, window=5, width=16, index_heads=12, index_width=8)
+    larger = audit.run(candidate, size=size)
+    assert larger.verdict == "correct", str(larger)
+    assert audit.run(WRONG["compressed-only"], ["sparse-loss", "dense-loss"], size=size).failed == ("sparse-loss", "dense-loss")
+
+
+def test_a_corner_has_its_own_mistake_and_the_loss_is_called_right_on_ordinary_rows():
+    for mistake, corner in (("clamped-student", "extreme scores"), ("probability-space", "e^-800"), ("padding-in-divisor", "padding")):
+        report = audit.run(WRONG[mistake], [next(iter(NAMED_BY[mistake])), "sparse-loss", "dense-loss"])
+        assert report.verdict == "defects"
+        assert report.fits is not None
+        assert report.fits.startswith("on ordinary rows its loss is right; ")
+        assert corner in report.fits
+        assert report.fit is not None
+        assert mistake in report.fit.mistakes
+
+
+def test_underflow_says_from_where_on_the_teacher_is_lost():
+    candidate = SimpleNamespace(loss=PlainTorch("probability-space").loss)
+    verdict = audit.run(candidate, ["underflow"]).verdicts[0]
+    assert "lost where every head puts less than e^-" in verdict.explanation
+    shift = int(verdict.explanation.split("e^-")[-1].split()[0])
+    assert 2 < shift < 30, "max(sum, 1e-10) loses it from about e^-23 on"
+
+
+def test_where_to_look_names_lines_of_the_candidates_own_code():
+    report = audit.run(PlainTorch("compressed-only"), ["window", "sink"])
+    assert report.places
+    assert all(place.file.endswith("plain.py") for place in report.places)
+    assert any("logsumexp" in place.code for place in report.places)
+    assert f"{report.places[0].file}:{report.places[0].line}" in str(report)
+
+
+def test_the_runner_up_and_its_distance_are_told():
+    fit = audit.run(WRONG["compressed-only"], ["window"]).fit
+    assert fit is not None
+    assert fit.mistakes == ("compressed-only",)
+    assert fit.runner_up_distance is not None
+    assert fit.distance is not None
+    assert fit.distance < 1e-10 < 0.01 < fit.runner_up_distance
+    assert str(fit.runner_up) in fit.text

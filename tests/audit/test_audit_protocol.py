@@ -13,7 +13,15 @@ from csakit import audit
 from csakit.audit.candidates import PlainTorch, load
 
 RIGHT = PlainTorch()
-OPTIONAL = {"head-split": "loss_over_ranks", "attention": "attend", "compression": "compress", "selection": "select"}
+OPTIONAL = {
+    "head-split": "loss_over_ranks",
+    "loss-off": "with_coefficient",
+    "attention": "attend",
+    "attention-packed": "attend",
+    "attention-padding": "attend",
+    "compression": "compress",
+    "selection": "select",
+}
 
 
 def loss_alone(case: audit.Case) -> torch.Tensor:
@@ -98,7 +106,7 @@ def test_a_loss_that_is_not_a_number_fails_and_its_json_has_null():
 def test_a_loss_far_from_everything_fits_no_known_mistake():
     fits = audit.run(lambda case: -loss_alone(case) - 5, ["sparse-loss"]).fits
     assert fits is not None
-    assert fits.startswith("no known mistake is much nearer than the right loss")
+    assert fits.startswith("none of the known mistakes")
 
 
 def test_a_loss_without_a_graph_leaves_the_indexer_untrained():
@@ -127,6 +135,18 @@ def test_the_text_of_a_report_has_a_line_for_each_probe_and_a_summary():
     assert lines[1].split()[:3] == ["window", "fail", "0"]
     assert lines[2].split()[:3] == ["tie-rule", "pass", "0"]
     assert lines[3].startswith("compressed-only: 1 passed, 1 failed, 0 not tested; its loss is that of compressed-only")
+    assert lines[4] == "verdict: wrong: window"
+    assert lines[5].startswith("convention, top-k: the mask stands before each head's softmax")
+
+
+def test_a_candidate_without_any_loss_leaves_its_indexer_untrained():
+    def nothing(case: audit.Case) -> torch.Tensor:
+        raise audit.NoLoss("scores are thrown away")
+
+    report = audit.run(nothing, ["window", "indexer-trains"])
+    assert report.failed == ("indexer-trains",)
+    assert "scores are thrown away" in report.verdicts[1].explanation
+    assert report.verdict == "wrong"
 
 
 @pytest.mark.parametrize(
@@ -152,6 +172,8 @@ def test_unknown_names_and_conventions_are_refused_with_what_is_allowed():
     for member, value, message in (
         ("dtype", torch.int32, "dtype must be one of torch.float64.*got torch.int32"),
         ("denominator", "half", 'denominator must be "attended" or "visible"; got \'half\''),
+        ("divisor", "half", "divisor must be one of tokens, candidates, positions, one; got 'half'"),
+        ("form", "half", 'form must be "csa" or "dsa"; got \'half\''),
     ):
         candidate = SimpleNamespace(loss=loss_alone, **{member: value})
         with pytest.raises(ValueError, match=message):
@@ -161,7 +183,7 @@ def test_unknown_names_and_conventions_are_refused_with_what_is_allowed():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("colour", "candidate must be one of csakit, torch, compressed-only.*or an import path.*got 'colour'"),
+        ("colour", "candidate must be one of csakit, torch, megatron.*compressed-only.*or an import path.*got 'colour'"),
         ("module:", "or an import path"),
         ("no_such_module:loss", "module 'no_such_module' cannot be imported"),
         ("csakit.audit:no_such_loss", "has no attribute 'no_such_loss'"),
@@ -184,3 +206,20 @@ def test_the_case_of_a_rank_holds_its_heads_and_the_whole_indexer():
     assert torch.equal(shard.sink, case.sink[2:])
     assert shard.q_index is case.q_index
     assert {f.name for f in dataclasses.fields(shard) if getattr(shard, f.name) is not getattr(case, f.name)} == {"q", "sink"}
+
+
+def test_sizes_below_one_are_refused():
+    with pytest.raises(ValueError, match="heads of a size must be a whole number of at least 1; got -1"):
+        audit.Size(heads=-1)
+    with pytest.raises(ValueError, match="width of a size must be a whole number of at least 1; got 0"):
+        audit.Size(width=0)
+
+
+def test_a_coefficient_that_crashes_is_reported_where_it_crashes():
+    def crashing(case: audit.Case, coefficient: float | None) -> torch.Tensor:
+        return coefficient * loss_alone(case)  # type: ignore[operator]
+
+    report = audit.run(SimpleNamespace(loss=loss_alone, with_coefficient=crashing, name="own"), ["loss-off"])
+    assert report.failed == ("loss-off",)
+    assert "test_audit_protocol.py" in report.verdicts[0].explanation
+    assert "coefficient None: TypeError" in report.verdicts[0].explanation

@@ -11,8 +11,11 @@ Further members are optional. A probe that needs one the candidate lacks says "n
     attend(case) -> Tensor                        # [B, T, H, D] the layer's attention output
     compress(case) -> Tensor                      # [B, E, D] entries pooled with overlap from values, gates and bias
     loss_over_ranks(cases) -> Result | Tensor     # the same loss when each rank holds only the heads of one of the cases
+    with_coefficient(case, coefficient) -> Result | Tensor  # the loss times a coefficient; None and 0 turn it off
     name: str, dtype: torch.dtype, device: str    # default: the object's own name, float64, "cpu"
-    denominator: "attended" | "visible"           # the convention of its sparse teacher, default "attended"
+    denominator: "attended" | "visible"           # the convention of its sparse teacher; without it the audit finds out
+    form: "csa" | "dsa"                           # what it attends, default "csa": see `random_case`
+    divisor: one of `DIVISORS`                    # what it divides by where the case names no divisor, default "tokens"
 
 A candidate raises `NotSupported` for a case that it has no way to express (packed documents, say): that too is "not tested".
 """
@@ -21,8 +24,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal, NamedTuple
 
 import torch
@@ -30,6 +35,13 @@ from torch import Tensor
 
 LOSS_INPUTS = ("q", "kv", "entries", "sink", "q_index", "k_index", "weights")
 Objective = Literal["sparse", "dense"]
+Form = Literal["csa", "dsa"]  # compressed entries beside a window and a sink; or tokens alone (DeepSeek-V3.2)
+DIVISORS = {
+    "tokens": "real tokens",
+    "candidates": "rows that have a candidate",
+    "positions": "all positions, padding included",
+    "one": "nothing: the sum over rows",
+}
 Denominator = Literal["attended", "visible"]
 INDEX_INPUTS = ("q_index", "k_index", "weights")
 ATTENTION_INPUTS = ("q", "kv", "entries", "sink")
@@ -39,6 +51,10 @@ ENTRY_INPUTS = ("entries", "k_index")  # and for every entry
 
 class NotSupported(Exception):
     """Raised by a candidate for a case that it has no way to express; its text is shown as the reason for "not tested"."""
+
+
+class NoLoss(NotSupported):
+    """Raised by a candidate that has no indexer loss at all, so that its indexer is not trained."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +87,7 @@ class Case:
     mask: Tensor | None = None  # [B, T] bool, True on real tokens, which are one run per row
     weight: Tensor | None = None  # [B, T] weight of each row's KL; None: 1 on real tokens
     divisor: float | None = None  # what the weighted sum is divided by; None: the sum of the weights of real tokens
+    chosen: Tensor | None = None  # [B, T, K] a selection to use as it is, -1 in empty slots; None: the topk greatest scores
 
     @property
     def documents(self) -> list[tuple[int, int, int]]:
@@ -127,6 +144,30 @@ class Result(NamedTuple):
     indices: Tensor | None = None  # [B, T, K], any order, -1 for an empty slot
 
 
+@dataclass(frozen=True)
+class Size:
+    """How large the cases of those probes are that compare whole losses; probes of single positions keep their own.
+
+    Raises:
+        ValueError: a number below 1.
+    """
+
+    times: int = 1  # factor of tokens, document lengths and topk
+    heads: int = 0  # 0: what the probe asks for
+    window: int = 0
+    width: int = 4
+    index_heads: int = 8  # with few index heads ReLU makes ties of zeros
+    index_width: int = 4
+
+    def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            if not isinstance(value, int) or value < (0 if name in ("heads", "window") else 1):
+                raise ValueError(f"{name} of a size must be a whole number of at least 1; got {value!r}")
+
+
+SIZES = {"small": Size(), "real": Size(times=16, heads=32, window=64, width=128, index_heads=32, index_width=64)}
+
+
 def random_case(
     rows: int = 1,
     tokens: int = 16,
@@ -137,15 +178,35 @@ def random_case(
     topk: int = 2,
     lengths: Sequence[int] = (),
     seed: int = 0,
+    size: Size | None = None,
+    form: Form = "csa",
 ) -> Case:
     """A case whose numbers are exact in bfloat16 too, so that every precision starts from the same inputs.
 
-    `lengths` of documents, 0 allowed, make one packed row of their sum.
+    `lengths` of documents, 0 allowed, make one packed row of their sum. A `size` multiplies tokens, lengths and topk, and sets the rest.
+    In the form "dsa" every token is an entry of its own and there is nothing else: ratio 1, window 0, no sink.
     """
+    if form == "dsa":
+        case = _random_case(rows, tokens, heads, 1, 0, topk, tuple(lengths), seed, dataclasses.replace(size or Size(), window=0))
+        return _without_sink(case)
+    return _random_case(rows, tokens, heads, ratio, window, topk, tuple(lengths), seed, size or Size())
+
+
+@cache
+def _without_sink(case: Case) -> Case:
+    return dataclasses.replace(case, sink=torch.full_like(case.sink, -math.inf))
+
+
+@cache  # probes ask for the same few cases; nobody writes into one
+def _random_case(
+    rows: int, tokens: int, heads: int, ratio: int, window: int, topk: int, lengths: tuple[int, ...], seed: int, size: Size
+) -> Case:
+    tokens, topk, lengths = tokens * size.times, topk * size.times, tuple(length * size.times for length in lengths)
     if lengths:
         rows, tokens = 1, sum(lengths)
+    heads, window = size.heads or heads, size.window or window
     generator = torch.Generator().manual_seed(seed)
-    width, index_heads, index_width = 4, 8, 4  # with few index heads ReLU makes ties of zeros
+    width, index_heads, index_width = size.width, size.index_heads, size.index_width
 
     def grid(*shape: int) -> Tensor:
         return torch.randint(-32, 33, shape, generator=generator).double() / 16

@@ -54,7 +54,13 @@ def scores_of(case: Case, query: Query) -> Tensor:
 
 
 def chosen_of(case: Case, query: Query, scores: Tensor) -> list[int]:
-    """Places, among the visible entries, of the topk greatest scores in ascending order; ties go to the lowest entry."""
+    """Places, among the visible entries, of the topk greatest scores in ascending order; ties go to the lowest entry.
+
+    A selection that the case brings along counts as it is.
+    """
+    if case.chosen is not None:
+        given = set(case.chosen[query.row, query.token].tolist())
+        return [place for place, entry in enumerate(query.visible) if entry in given]
     best = sorted(range(len(query.visible)), key=lambda place: (-scores[place].item(), place))
     return sorted(best[: case.topk])
 

@@ -1,10 +1,15 @@
-"""Verdicts of an audit, and the same table as text, rich, Markdown and JSON."""
+"""Verdicts of an audit: the whole in a word, the table as text, Markdown and JSON."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
+
+from .closest import Fit
+from .picture import Picture
+from .places import Place
 
 
 @dataclass(frozen=True)
@@ -18,13 +23,22 @@ class Verdict:
     explanation: str
 
 
+# A loss that keeps these on ordinary rows is the right one, whatever it does in the corners.
+ORDINARY = frozenset(
+    {"window", "sink", "single-head-control", "worked-teacher", "sparse-loss", "dense-loss", "gradient-isolation", "indexer-trains"}
+)
+
+
 @dataclass(frozen=True)
 class Report:
-    """The verdicts on one candidate, and the known mistakes that give its losses, where a probe failed."""
+    """The verdicts on one candidate, its conventions, and, where a probe failed, which known mistake fits and where to look."""
 
     candidate: str
     verdicts: tuple[Verdict, ...]
-    fits: str | None = None
+    fit: Fit | None = None
+    conventions: Mapping[str, str] = field(default_factory=dict)
+    places: tuple[Place, ...] = ()
+    picture: Picture | None = None
 
     @property
     def passed(self) -> bool:
@@ -36,13 +50,34 @@ class Report:
         """Names of the probes that failed."""
         return tuple(verdict.probe for verdict in self.verdicts if verdict.status == "fail")
 
+    @property
+    def fits(self) -> str | None:
+        """Which known mistake fits best, in words; None where no probe failed."""
+        return None if self.fit is None else self.fit.text
+
+    @property
+    def verdict(self) -> Literal["correct", "defects", "wrong", "not tested"]:
+        """The whole in a word: "defects" is a loss that is right on ordinary rows and fails in a corner."""
+        if self.passed:
+            return "correct"
+        if not self.failed:
+            return "not tested"
+        passed = {verdict.probe for verdict in self.verdicts if verdict.status == "pass"}
+        return "defects" if not ORDINARY & set(self.failed) and {"sparse-loss", "dense-loss"} & passed else "wrong"
+
     def as_dict(self) -> dict[str, Any]:
         """The report as plain values for JSON; a measured number that is not finite becomes None."""
-        verdicts = [asdict(verdict) for verdict in self.verdicts]
-        for verdict in verdicts:
-            if verdict["measured"] is not None and not math.isfinite(verdict["measured"]):
-                verdict["measured"] = None
-        return {"candidate": self.candidate, "passed": self.passed, "fits": self.fits, "verdicts": verdicts}
+        return {
+            "candidate": self.candidate,
+            "passed": self.passed,
+            "verdict": self.verdict,
+            "fits": self.fits,
+            "fit": None if self.fit is None else {**_finite(asdict(self.fit)), "mistakes": list(self.fit.mistakes)},
+            "conventions": dict(self.conventions),
+            "picture": None if self.picture is None else _finite(asdict(self.picture)),
+            "places": [asdict(place) for place in self.places],
+            "verdicts": [_finite(asdict(verdict)) for verdict in self.verdicts],
+        }
 
     def rows(self) -> list[tuple[str, str, str, str, str]]:
         """The table: probe, verdict, measured, limit, explanation."""
@@ -55,11 +90,29 @@ class Report:
         line = f"{self.candidate}: {counts['pass']} passed, {counts['fail']} failed, {counts['not tested']} not tested"
         return line if self.fits is None else f"{line}; {self.fits}"
 
+    @property
+    def conclusion(self) -> str:
+        """The verdict in a sentence, the conventions, and where to look."""
+        told = {
+            "correct": "correct" + (" in all that could be tested" if any(v.status == "not tested" for v in self.verdicts) else ""),
+            "defects": f"correct on ordinary rows, with defects: {', '.join(self.failed)}",
+            "wrong": f"wrong: {', '.join(self.failed)}",
+            "not tested": "not tested: nothing could be asked",
+        }
+        lines = [f"verdict: {told[self.verdict]}"]
+        lines += [f"convention, {name}: {text}" for name, text in self.conventions.items()]
+        lines += [f"{'look at:' if number == 0 else '        '} {place}" for number, place in enumerate(self.places)]
+        return "\n".join(lines)
+
     def __str__(self) -> str:
         rows = [HEADER, *self.rows()]
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
         lines = ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[4]]).rstrip() for row in rows]
-        return "\n".join([*lines, self.summary])
+        return "\n".join([*lines, self.summary, self.conclusion])
+
+
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()}
 
 
 HEADER = ("probe", "verdict", "measured", "limit", "what it says")

@@ -19,9 +19,9 @@ class Library:
 
     def loss(self, case: Case) -> Result:
         """The loss of `distill` with the teacher that comes out of `attend`, or of `distill_dense`."""
-        layout, selection = _layout(case), _select(case)
+        layout, selection = layout_of(case), _select(case)
         if case.objective == "sparse":
-            return _sparse(case, selection, _log_mass(case, selection.indices))
+            return sparse_result(case, selection, _log_mass(case, selection.indices))
         lse = csakit.attend(case.q, case.kv, case.entries, layout, sink=case.sink, scale=case.scale).lse
         index, attention = (case.q_index, case.k_index, case.weights), (case.q, case.entries, lse)
         answer = csakit.distill_dense(
@@ -36,7 +36,14 @@ class Library:
             raise NotSupported("the dense objective reduces over a process group, which one process does not have")
         selection = _select(cases[0])
         log_mass = torch.stack([_log_mass(case, selection.indices) for case in cases]).logsumexp(0)
-        return _sparse(cases[0], selection, log_mass)
+        return sparse_result(cases[0], selection, log_mass)
+
+    def with_coefficient(self, case: Case, coefficient: float | None) -> Tensor:
+        """The loss as a layer carries it: attached to an output whose own gradient is 0."""
+        if not coefficient:
+            return case.q_index.new_zeros(())
+        loss = self.loss(case).loss
+        return csakit.attach_loss(coefficient * loss.detach(), loss, weight=coefficient)
 
     def select(self, case: Case) -> Tensor:
         """Selected entries [B, T, K]."""
@@ -45,14 +52,15 @@ class Library:
     def attend(self, case: Case) -> Tensor:
         """Attention output [B, T, H, D]."""
         indices = self.select(case) if case.objective == "sparse" else None
-        return csakit.attend(case.q, case.kv, case.entries, _layout(case), indices=indices, sink=case.sink, scale=case.scale).out
+        return csakit.attend(case.q, case.kv, case.entries, layout_of(case), indices=indices, sink=case.sink, scale=case.scale).out
 
     def compress(self, case: Case) -> Tensor:
         """Entries [B, E, D]."""
-        return csakit.compress(case.values, case.gates, case.bias, _layout(case))
+        return csakit.compress(case.values, case.gates, case.bias, layout_of(case))
 
 
-def _layout(case: Case) -> csakit.Layout:
+def layout_of(case: Case) -> csakit.Layout:
+    """Who sees whom in a case."""
     if case.cu_seqlens is not None:
         return csakit.Layout.packed(case.cu_seqlens, ratio=case.ratio, window=case.window)
     if case.mask is not None:
@@ -62,12 +70,12 @@ def _layout(case: Case) -> csakit.Layout:
 
 
 def _select(case: Case) -> csakit.Selection:
-    return csakit.select(case.q_index, case.k_index, case.weights, case.topk, _layout(case), scale=case.index_scale)
+    return csakit.select(case.q_index, case.k_index, case.weights, case.topk, layout_of(case), scale=case.index_scale)
 
 
 def _log_mass(case: Case, indices: Tensor) -> Tensor:
     """[B, T, K] of the case's heads; the denominator "visible" is the lse of a dense pass."""
-    attention, layout = (case.q, case.kv, case.entries), _layout(case)
+    attention, layout = (case.q, case.kv, case.entries), layout_of(case)
     if case.denominator == "visible":
         lse = csakit.attend(*attention, layout, sink=case.sink, scale=case.scale).lse
         return csakit.teacher_log_mass(case.q, case.entries, lse, layout, indices=indices, scale=case.scale)
@@ -76,8 +84,9 @@ def _log_mass(case: Case, indices: Tensor) -> Tensor:
     return log_mass
 
 
-def _sparse(case: Case, selection: csakit.Selection, log_mass: Tensor) -> Result:
-    answer = csakit.distill(selection.scores, log_mass, _layout(case), weight=case.weight, divisor=case.divisor)
+def sparse_result(case: Case, selection: csakit.Selection, log_mass: Tensor) -> Result:
+    """The sparse loss over a selection, and the teacher [B, T, E] behind it."""
+    answer = csakit.distill(selection.scores, log_mass, layout_of(case), weight=case.weight, divisor=case.divisor)
     slots = _probabilities(log_mass)
     count = case.entries.shape[1]
     spare = torch.where(selection.indices < 0, count, selection.indices).long()  # empty slots fall into a column that is cut off

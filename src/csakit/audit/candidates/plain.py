@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,7 +23,10 @@ MISTAKES = {
     "sink-without-window": "the denominator holds the sink and the entries, not the window",
     "window-without-sink": "the denominator holds the window and the entries, not the sink",
     "per-rank-normalisation": "each rank normalises the teacher of its own heads, then the ranks are averaged",
+    "teacher-without-scale": "the teacher's logits leave the attention's scale out",
     "epsilon-in-logarithm": "both logarithms of the KL take probability + 1e-10",
+    "clamped-student": "the student's probability is raised to 1.2e-38, the least fp32 number, before its logarithm",
+    "reverse-kl": "the KL is taken of the student from the teacher, not of the teacher from the student",
     "probability-space": "head probabilities are summed as they are and divided by max(sum, 1e-10): no log space",
     "unnormalised-teacher": "the head sum is divided by the number of heads, not by its own total",
     "base-2-lse": "a base-2 lse is used as if it were a natural logarithm",
@@ -44,6 +47,7 @@ MISTAKES = {
     "candidates-in-divisor": "the mean runs over the rows that have a candidate",
     "divisor-ignored": "an explicit divisor is not used",
     "weights-ignored": "row weights are not used",
+    "coefficient-none": "a coefficient of None, which turns the loss off, is multiplied",
 }
 
 
@@ -82,18 +86,24 @@ class PlainTorch:
             teacher = self._normalise(torch.stack([part[0] for part in parts]).logsumexp(0), candidates)
         return self._objective(cases[0], scores, teacher, chosen, candidates)
 
+    def with_coefficient(self, case: Case, coefficient: float | None) -> Tensor:
+        """The loss times a coefficient; None and 0 turn it off."""
+        loss = self.loss(case).loss
+        return coefficient * loss if self.mistake == "coefficient-none" else (coefficient or 0.0) * loss  # type: ignore[operator]
+
     def select(self, case: Case) -> Tensor:
         """Selected entries [B, T, K], -1 in empty slots."""
-        return _slots(self._choose(self._scores(self._clean(case), self._masks(case)[1]), case.topk), case.topk)
+        return _slots(self._choose(case, self._scores(self._clean(case), self._masks(case)[1])), case.topk)
 
     def attend(self, case: Case) -> Tensor:
         """Attention output [B, T, H, D] over window, selected (dense objective: all visible) entries and sink."""
         case, (window, visible) = self._clean(case), self._masks(case)
-        attended = self._choose(self._scores(case, visible), case.topk) if case.objective == "sparse" else visible
+        attended = self._choose(case, self._scores(case, visible)) if case.objective == "sparse" else visible
         logits = self._logits(case, window, attended)
-        probabilities = torch.cat([*logits, case.sink.expand(*logits[0].shape[:3])[..., None]], -1).softmax(-1)[..., :-1]
-        out = torch.einsum("bths,bsd->bthd", probabilities, torch.cat([case.kv, case.entries], 1))
-        return out * (case.document_ids >= 0)[..., None, None]
+        real = (case.document_ids >= 0)[..., None, None]
+        sink = torch.where(real, case.sink[:, None], 0)  # padding has nothing to attend, and a softmax of nothing is NaN
+        probabilities = torch.cat([*logits, sink], -1).softmax(-1)[..., :-1]
+        return real * torch.einsum("bths,bsd->bthd", probabilities, torch.cat([case.kv, case.entries], 1))
 
     def compress(self, case: Case) -> Tensor:
         """Entries [B, E, D]: one softmax per channel over the current half of a block and the previous half of the one before."""
@@ -156,10 +166,12 @@ class PlainTorch:
         scale = 1.0 if self.mistake == "student-without-scale" else case.index_scale
         return (scale * scores).masked_fill(~visible, -INF)
 
-    def _choose(self, scores: Tensor, topk: int) -> Tensor:
-        """The topk greatest scores of every query as a mask [B, T, E]; equal scores go to the lowest entry."""
+    def _choose(self, case: Case, scores: Tensor) -> Tensor:
+        """The topk greatest scores of every query as a mask [B, T, E], equal ones lowest entry first; or the case's own selection."""
+        if case.chosen is not None:
+            return _members(case.chosen, scores.shape[-1]) & (scores > -INF)
         flipped = self.mistake == "highest-tie-first"
-        order = (scores.flip(-1) if flipped else scores).argsort(dim=-1, descending=True, stable=True)[..., :topk]
+        order = (scores.flip(-1) if flipped else scores).argsort(dim=-1, descending=True, stable=True)[..., : case.topk]
         best = scores.shape[-1] - 1 - order if flipped else order
         return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True) & (scores > -INF)
 
@@ -171,9 +183,11 @@ class PlainTorch:
     def _student_and_teacher(self, case: Case, window: Tensor, visible: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """log_mass [B, T, E] of the case's heads, index scores, the selection and the candidates."""
         scores = self._scores(case, visible)
-        chosen = self._choose(scores.detach(), case.topk)
+        chosen = self._choose(case, scores.detach())
         sparse = case.objective == "sparse" and self.mistake != "sparse-is-dense"
         candidates = chosen if sparse else visible
+        if self.mistake == "teacher-without-scale":
+            case = replace(case, scale=1.0)
         near, far = self._logits(case, window, visible if case.denominator == "visible" else candidates)
         sink = case.sink.expand(*near.shape[:3])[..., None]
         pieces = {
@@ -214,6 +228,11 @@ class PlainTorch:
         probability = teacher.exp()
         if self.mistake == "epsilon-in-logarithm":
             terms = probability * ((probability + 1e-10).log() - (student.exp() + 1e-10).log())
+        elif self.mistake == "reverse-kl":
+            terms = student.exp() * (student - teacher).masked_fill(student == -INF, 0)
+        elif self.mistake == "clamped-student":
+            cut = student.exp().clamp_min(torch.finfo(torch.float32).tiny).log()
+            terms = probability * (teacher - cut).masked_fill(probability == 0, 0)
         else:
             terms = probability * (teacher - student).masked_fill(probability == 0, 0)
         kl, real = terms.sum(-1), case.document_ids >= 0
@@ -227,6 +246,12 @@ class PlainTorch:
             divisor = candidates.any(-1).sum()
         loss = (weight * kl).sum() / divisor.to(kl.dtype).clamp_min(torch.finfo(kl.dtype).tiny)
         return Result(loss, kl.detach(), probability.detach(), _slots(chosen, case.topk))
+
+
+def _members(indices: Tensor, count: int) -> Tensor:
+    """Entry numbers [B, T, K], -1 in empty slots, as a mask [B, T, E]."""
+    spare = torch.where(indices < 0, count, indices).long()
+    return torch.zeros(*indices.shape[:2], count + 1, dtype=torch.bool, device=indices.device).scatter(-1, spare, True)[..., :count]
 
 
 def _slots(chosen: Tensor, topk: int) -> Tensor:

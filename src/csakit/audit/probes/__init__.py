@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import teacher, documents, objective  # isort: skip  (importing enters them in PROBES)
+from . import teacher, documents, objective, layer  # isort: skip  (importing enters them in PROBES)
 from .probe import PROBES, Measure, Probe
 
-__all__ = ["PROBES", "Measure", "Probe", "documents", "objective", "teacher"]
+__all__ = ["PROBES", "Measure", "Probe", "documents", "layer", "objective", "teacher"]

@@ -18,6 +18,7 @@ from .probe import MOVED, Measure, at_most, probe
     "visibility",
     "an entry is seen from the last token of its block on, and by no earlier one",
     "rows see an entry too early or too late: visible entries are floor((p + 1) / ratio)",
+    forms=("csa",),
 )
 def visibility(subject: Subject) -> Measure:
     case, other = random_case(tokens=20, ratio=4, topk=5), random_case(tokens=20, ratio=4, seed=1)
@@ -33,6 +34,7 @@ def visibility(subject: Subject) -> Measure:
     "window-width",
     "a key is in the window of its own query and the window - 1 after it",
     "another window: it counts the query itself, and nothing but the window's rows depend on a key",
+    forms=("csa",),
 )
 def window_width(subject: Subject) -> Measure:
     case, other = random_case(topk=8), random_case(seed=1)
@@ -48,6 +50,7 @@ def window_width(subject: Subject) -> Measure:
     "causality",
     "what comes later changes nothing: not the loss of earlier rows, not their selection",
     "earlier rows depend on later tokens or entries",
+    forms=("csa",),
 )
 def causality(subject: Subject) -> Measure:
     case, other = random_case(tokens=20, ratio=4), random_case(tokens=20, ratio=4, seed=1)
@@ -64,7 +67,7 @@ def causality(subject: Subject) -> Measure:
     "documents of a packed row see each other: window, blocks, visibility or top-k cross a boundary",
 )
 def packed_leak(subject: Subject) -> Measure:
-    case = random_case(lengths=(0, 5, 1, 7, 2, 0, 9))
+    case = random_case(lengths=LENGTHS, size=subject.size, form=subject.form)
     tokens, used = case.kv.shape[1], 0
     expected = Answer(torch.zeros((), dtype=torch.float64), {name: torch.zeros_like(getattr(case, name)) for name in INDEX_INPUTS})
     for row, first, length in case.documents:
@@ -83,7 +86,7 @@ def packed_leak(subject: Subject) -> Measure:
     "memory that nobody may read is read: masked in the scores, but multiplied (0 * NaN)",
 )
 def padding_poison(subject: Subject) -> Measure:
-    case = replace(random_case(3, 12), mask=torch.arange(12) < torch.tensor([12, 7, 0])[:, None])
+    case = padded(random_case(3, 12, size=subject.size, form=subject.form))
     return at_most(distance(subject.answer(poisoned(case)), subject.answer(case)), subject.tolerance)
 
 
@@ -93,12 +96,13 @@ def padding_poison(subject: Subject) -> Measure:
     "positions, windows or blocks are counted from the row's start, not from the document's",
 )
 def padding_side(subject: Subject) -> Measure:
-    case, real = random_case(2, 12), 9
-    mask = (torch.arange(12) < real).expand(2, 12)
+    case, spare = random_case(2, 12, size=subject.size, form=subject.form), 3 * subject.size.times
+    tokens = case.kv.shape[1]
+    mask = (torch.arange(tokens) < tokens - spare).expand(2, tokens)
     right = subject.answer(replace(case, mask=mask))
-    rolled = {name: getattr(case, name).roll(12 - real, 1) for name in TOKEN_INPUTS}
-    left = subject.answer(case.with_tensors({**rolled, "mask": mask.roll(12 - real, 1)}))
-    aligned = {name: x.roll(real - 12, 1) if name in TOKEN_INPUTS else x for name, x in left.gradients.items()}
+    rolled = {name: getattr(case, name).roll(spare, 1) for name in TOKEN_INPUTS}
+    left = subject.answer(case.with_tensors({**rolled, "mask": mask.roll(spare, 1)}))
+    aligned = {name: x.roll(-spare, 1) if name in TOKEN_INPUTS else x for name, x in left.gradients.items()}
     return at_most(distance(replace(left, gradients=aligned), right), subject.tolerance)
 
 
@@ -106,11 +110,23 @@ def padding_side(subject: Subject) -> Measure:
     "empty-rows",
     "rows with no candidate, or one, have KL 0 and gradient 0",
     "a row without a choice contributes, or is not a number",
+    forms=("csa",),
 )
 def empty_rows(subject: Subject) -> Measure:
     answers = [subject.answer(random_case(tokens=tokens, ratio=4)) for tokens in (7, 3)]
     found = [x.abs().nan_to_num(math.inf) for answer in answers for x in (answer.loss, *answer.gradients.values())]
     return at_most(max(float(x.max()) for x in found if x.numel()), subject.tolerance * FLOOR)
+
+
+LENGTHS = (0, 5, 1, 7, 2, 0, 9)
+"""Of documents in a packed row: empty ones, shorter than a block, ending inside a block."""
+
+
+def padded(case: Case) -> Case:
+    """The case with padding on the right: its first row is whole, the second has 7 tokens in 12, further ones none."""
+    rows, tokens = case.kv.shape[:2]
+    lengths = torch.tensor([tokens, 7 * tokens // 12, *[0] * rows])[:rows]
+    return replace(case, mask=torch.arange(tokens) < lengths[:, None])
 
 
 def poisoned(case: Case) -> Case:

@@ -7,17 +7,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ..case import Form
 from ..subject import Subject
 
 MOVED = 1e-3  # something has moved when it moves by this share; in these cases a right candidate moves by 6e-3 and more
 
 
 class Measure(NamedTuple):
-    """A measured number, the limit it is held to, in words, and whether it keeps it."""
+    """A measured number, the limit it is held to, in words, whether it keeps it, and what else is worth telling when it does not."""
 
     value: float
     limit: str
     passed: bool
+    detail: str = ""
 
 
 @dataclass(frozen=True)
@@ -28,16 +30,19 @@ class Probe:
     holds: str
     broken: str
     measure: Callable[[Subject], Measure]
+    forms: tuple[Form, ...] = ("csa", "dsa")  # of attention that it has a question for
 
 
 PROBES: dict[str, Probe] = {}
 
 
-def probe(name: str, holds: str, broken: str) -> Callable[[Callable[[Subject], Measure]], Callable[[Subject], Measure]]:
+def probe(
+    name: str, holds: str, broken: str, *, forms: tuple[Form, ...] = ("csa", "dsa")
+) -> Callable[[Callable[[Subject], Measure]], Callable[[Subject], Measure]]:
     """Enters the decorated function in `PROBES`, in the order of definition."""
 
     def enter(measure: Callable[[Subject], Measure]) -> Callable[[Subject], Measure]:
-        PROBES[name] = Probe(name, holds, broken, measure)
+        PROBES[name] = Probe(name, holds, broken, measure, forms)
         return measure
 
     return enter
