@@ -55,7 +55,7 @@ def objective(scores: Tensor, log_mass: Tensor, valid: Tensor, factor: Tensor | 
     kl = scores.new_empty(scores.shape[:2])
     gradient = None if factor is None else torch.empty_like(scores, memory_format=torch.contiguous_format)
     rows, tokens = scores.shape[:2]
-    step = max(1, (1 << 20) // max(1, scores.shape[2] * scores.shape[3]))  # the temporaries of a step stay small
+    step = max(1, (1 << 18) // max(1, scores.shape[2] * scores.shape[3]))  # some ten temporaries of a step: they stay small
     for row in range(rows):
         for begin in range(0, tokens, step):
             at = (row, slice(begin, begin + step))
