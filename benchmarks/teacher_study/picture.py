@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from .evaluate import CV_EDGES, bin_name
-from .report import PRIMARY_BITS, PRIMARY_CAPTURE, Results
+from .report import ENOUGH, PRIMARY_BITS, PRIMARY_CAPTURE, Results
 
 COLOURS = ("#1f6feb", "#cf222e", "#0f7b53")
 
@@ -33,7 +33,8 @@ def _by_variation(axes: Any, results: Results) -> None:
     names = [bin_name(number) for number in range(len(CV_EDGES) - 1)]
     for layer, colour in zip(results.layers, COLOURS):
         found = [results.find(f"capture, {name}", "compressed-only", layer=layer, topk=PRIMARY_CAPTURE, against="full") for name in names]
-        points = [(place, x) for place, x in enumerate(found) if x is not None]
+        queries = [results.find(f"share, {name}", "queries", layer=layer) for name in names]
+        points = [(place, x) for place, (x, own) in enumerate(zip(found, queries)) if x and own and own.mean >= ENOUGH]
         axes.plot([p for p, _ in points], [-x.mean for _, x in points], color=colour, label=f"layer {layer}")
         for place, x in points:
             axes.plot([place] * len(x.each), [-value for value in x.each], ".", color=colour, alpha=0.6)
@@ -45,16 +46,16 @@ def _by_variation(axes: Any, results: Results) -> None:
 
 def _by_layer(axes: Any, results: Results) -> None:
     labels = []
-    for stage, label in (("frozen", "as trained"), ("control", "sinks raised")):
+    for stage, label in (("frozen", ""), ("control", "\nraised")):
         for layer, colour in zip(results.layers, COLOURS):
             found = results.find("mass-weighted capture", "compressed-only", layer=layer, topk=PRIMARY_CAPTURE, stage=stage, against="full")
             if found is not None:
                 axes.bar(len(labels), -found.mean, 0.6, color=colour, alpha=0.45)
                 axes.plot([len(labels)] * len(found.each), [-value for value in found.each], ".", color=colour)
-                labels.append(f"layer {layer}\n{label}")
+                labels.append(f"layer {layer}{label}")
     axes.axhline(0, color="#9aa5b1", linewidth=0.8)
     axes.set_xticks(range(len(labels)), labels)
-    axes.set(title=f"mass-weighted capture at K = {PRIMARY_CAPTURE},\nfull - compressed-only")
+    axes.set(title="mass-weighted, full - compressed-only", xlabel="raised: the control with raised sinks")
 
 
 def _by_selection(axes: Any, results: Results) -> None:

@@ -15,6 +15,7 @@ from .records import Record, read
 
 SCALE = ("random", "recent", "compressed-only", "sink-only", "window-only", "full", "wrong oracle", "oracle")
 PRIMARY_CAPTURE, PRIMARY_BITS = 16, 8
+ENOUGH = 0.005  # share of the queries that a bin needs to be shown
 
 
 class Spread(NamedTuple):
@@ -67,6 +68,11 @@ class Results:
         error = mean(r.error for found in seeds.values() for r in found)
         return Spread(mean(each), stdev(each) if len(each) > 1 else float("nan"), each, error)
 
+    def having(self, stage: str) -> Results:
+        """The records of those language models alone that went through a stage."""
+        seeds = {r.language_seed for r in self.records if r.stage == stage}
+        return Results(r for r in self.records if r.language_seed in seeds) if seeds else self
+
 
 def gather(folder: Path, name: str) -> list[Record]:
     """The records of every finished task of a preset."""
@@ -102,6 +108,8 @@ def _difference(found: Spread | None, digits: int = 4, sign: int = 1) -> str:
     if found is None:
         return "-"
     text = f"{sign * found.mean:+.{digits}f}"
+    if len(found.each) == 1:
+        return f"{text} (one model; row se {found.row_error:.{digits}f})"
     each = " ".join(f"{sign * value:+.{digits}f}" for value in found.each)
     return f"{f'**{text}**' if found.claimed() else text} (sd {found.deviation:.{digits}f}; {each}; row se {found.row_error:.{digits}f})"
 
@@ -189,7 +197,7 @@ def _variation(results: Results) -> str:
         rows.append([f"layer {layer}: share of queries / of mass", *(f"{_plain(own, 2)} / {_plain(mass, 2)}" for own, mass in pairs)])
         for arm, against in (("compressed-only", "full"), ("wrong oracle", "oracle")):
             found = [results.find(f"capture, {name}", arm, layer=layer, topk=PRIMARY_CAPTURE, against=against) for name in names]
-            enough = [own is not None and own.mean >= 0.005 for own in share["queries"]]
+            enough = [own is not None and own.mean >= ENOUGH for own in share["queries"]]
             cells = [f"{-x.mean:+.4f} ({x.deviation:.4f})" if x and there else "-" for x, there in zip(found, enough)]
             rows.append([f"layer {layer}: capture, {against} - {arm}", *cells])
     return _table([f"K = {PRIMARY_CAPTURE}, mean (sd over models)", *names], rows)
@@ -198,9 +206,10 @@ def _variation(results: Results) -> str:
 def _controls(results: Results) -> str:
     lone = [abs(r.value) for r in results.records if r.metric == "KL of its own two teachers" and r.stage == "frozen"]
     rows = [["one head: greatest KL between its two teachers, nats", f"{max(lone):.1e}", ""]] if lone else []
+    both = results.having("control")
     for layer in results.layers:
         for label, find in _control_rows(layer).items():
-            rows.append([f"layer {layer}: {label}", find(results, "frozen"), find(results, "control")])
+            rows.append([f"layer {layer}: {label}", find(both, "frozen"), find(both, "control")])
         floor = _noise_floor(results, layer)
         if floor:
             rows.append([f"layer {layer}: capture at K = {PRIMARY_CAPTURE}, full, one indexer seed - the other", floor, ""])
@@ -251,7 +260,7 @@ def _sparse(results: Results) -> str:
 
 
 def _joint(results: Results) -> str:
-    topk, rows = results.preset.joint_topk, []
+    topk, rows, results = results.preset.joint_topk, [], results.having("joint")
     for queries in ("all", "late"):
         for stage, label in (("frozen", "before"), ("joint", "after")):
             find = partial(results.find, "bits per byte", topk=topk, queries=queries, stage=stage, index_seed=0)

@@ -137,7 +137,7 @@ def control(study: Study, seed: int) -> list[Record]:
 def sparse(study: Study, seed: int) -> list[Record]:
     """The sparse objective on the frozen model, after the dense one, beside more of the dense one."""
     preset, model, tally = study.preset, study.load_model(seed), Tally()
-    started = study.load_indexers(seed, 0)
+    started = study.load_indexers(seed, preset.index_seeds[0])
     sparse_arms = {
         "full, attended": ("full", "attended"),
         "full, visible": ("full", "visible"),
@@ -160,7 +160,7 @@ def joint(study: Study, seed: int) -> list[Record]:
     """Sparse training of everything, each arm with its own teacher and selection, on the same rows."""
     preset, tally = study.preset, Tally()
     topk, rows = preset.joint_topk, study.heldout
-    for teacher, students in study.load_indexers(seed, 0).items():
+    for teacher, students in study.load_indexers(seed, preset.index_seeds[0]).items():
         if teacher not in ("full", "compressed-only"):
             continue
         model = study.load_model(seed).requires_grad_(True)
@@ -192,18 +192,19 @@ def joint(study: Study, seed: int) -> list[Record]:
 def tasks(study: Study) -> dict[str, tuple[tuple[str, ...], Callable[[], list[Record]]]]:
     """Every task of a study by name, in the order of importance: what it needs, and what it does."""
     preset, found = study.preset, {}
-    seeds = preset.language_seeds
-    for s in seeds:
+    first, *later = preset.index_seeds
+    for s in preset.language_seeds:
         found[f"language-{s}"] = ((), lambda s=s: language(study, s))
-    for s in seeds:
+    for s in preset.language_seeds:
         found[f"gates-{s}"] = ((f"language-{s}",), lambda s=s: gates(study, s))
-    for i in preset.index_seeds:
-        for s in seeds:
-            found[f"index-{s}-{i}"] = ((f"language-{s}",), lambda s=s, i=i: indexers(study, s, i))
-    for s in seeds:
+    for s in preset.language_seeds:
+        found[f"index-{s}-{first}"] = ((f"language-{s}",), lambda s=s: indexers(study, s, first))
+    for s in preset.language_seeds:
         found[f"control-{s}"] = ((f"language-{s}",), lambda s=s: control(study, s))
-        found[f"joint-{s}"] = ((f"index-{s}-0",), lambda s=s: joint(study, s))
-        found[f"sparse-{s}"] = ((f"index-{s}-0",), lambda s=s: sparse(study, s))
+        found[f"joint-{s}"] = ((f"index-{s}-{first}",), lambda s=s: joint(study, s))
+        for i in later:
+            found[f"index-{s}-{i}"] = ((f"language-{s}",), lambda s=s, i=i: indexers(study, s, i))
+        found[f"sparse-{s}"] = ((f"index-{s}-{first}",), lambda s=s: sparse(study, s))
     return found
 
 
