@@ -157,7 +157,7 @@ SUITES = {
     ),
     "small": Suite(
         "what a call costs that has next to nothing to do, the first call of a process, and import",
-        alone(("attend", "attend-teacher", "attend-backward", *INDEXER), (SMALL,)),
+        alone((*ATTENTION, "select"), (SMALL,)),
         memory=False,
         repeats=100,
         starts=True,
