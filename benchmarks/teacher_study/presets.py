@@ -87,7 +87,19 @@ class Preset:
 
 
 PRESETS = {
-    "full": Preset(layers=("sliding", "csa", "csa", "csa"), late_tokens=2048, late_share=1 / 3, rows=2, language_steps=2250),
+    "full": Preset(
+        layers=("sliding", "csa", "csa", "csa"),
+        late_tokens=2048,
+        late_share=1 / 3,
+        rows=2,
+        language_steps=1500,
+        index_steps=400,
+        sparse_steps=100,
+        joint_steps=150,
+        joint_rows=2,
+        control_steps=200,
+        later_arms=("full", "compressed-only"),
+    ),
     "reduced": Preset(
         hidden=192,
         head_dim=32,

@@ -48,7 +48,7 @@ def test_records_survive_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "claimed"), [((0.010, 0.011, 0.012), True), ((0.001, 0.02, 0.04), False), ((-0.0001, 0.03, 0.031), False), ((0.01,), False)]
+    ("values", "claimed"), [((0.010, 0.011, 0.012), True), ((0.001, 0.02, 0.04), False), ((-0.0001, *(0.03,) * 5), False), ((0.01,), False)]
 )
 def test_an_effect_is_claimed_only_by_the_rule_of_the_protocol(values: tuple[float, ...], claimed: bool) -> None:
     found = report.Results(replace(ONE, language_seed=seed, value=value) for seed, value in enumerate(values))

@@ -115,6 +115,7 @@ def test_a_ratio_s_error_is_that_of_a_mean_where_weights_are_equal() -> None:
     x = torch.tensor([1.0, 2.0, 4.0, 9.0])
     value, error = records.ratio(x * 2, torch.full((4,), 2.0))
     assert value == pytest.approx(4.0) and error == pytest.approx(float(x.std() / 2))
+    assert records.ratio(3 * x, x) == pytest.approx((3.0, 0.0))  # rows that agree have no error, whatever they weigh
 
 
 def test_rows_lie_inside_documents_and_follow_from_seed_and_step() -> None:
@@ -142,5 +143,7 @@ def test_one_command_runs_the_study_and_a_second_run_has_nothing_to_do(tmp_path:
     paired = {r.arm: r for r in found["index-0-0"] if r.metric == "bits per byte" and r.queries == "late" and r.against == "full"}
     for arm in presets.ARMS[1:]:
         assert paired[arm].value == pytest.approx(cost[arm, 2] - cost["full", 2], abs=1e-5)
+    gaps = {r.arm: r.value for r in found["index-0-0"] if r.metric == "KL to the true teacher" and r.against == "full"}
+    assert all(gaps[arm] for arm in ("sink-only", "compressed-only")), "every arm has a teacher of its own"
     assert {r.arm for r in found["sparse-0"] if r.metric == "recall"} >= {"full, visible", "compressed-only, attended"}
     assert {r.stage for task in found.values() for r in task} == {"language", "frozen", "control", "sparse objective", "joint"}
