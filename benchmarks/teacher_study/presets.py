@@ -98,7 +98,6 @@ PRESETS = {
         joint_steps=150,
         joint_rows=2,
         control_steps=200,
-        later_arms=("full", "compressed-only"),
     ),
     "reduced": Preset(
         hidden=192,
