@@ -60,7 +60,7 @@ def test_real_process_groups_of_two_and_four_head_ranks_equal_the_whole(tmp_path
     processes = [context.Process(target=head_rank, args=(rank, 4, str(tmp_path / "rendezvous"), cases, queue)) for rank in range(4)]
     for process in processes:
         process.start()
-    results = [queue.get(timeout=120) for _ in processes]
+    results = [queue.get(timeout=600) for _ in processes]
     for process in processes:
         process.join(timeout=60)
         assert process.exitcode == 0

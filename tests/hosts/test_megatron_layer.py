@@ -127,7 +127,7 @@ def test_heads_sharded_over_a_tensor_parallel_group_give_the_loss_of_all_heads(t
     processes = [context.Process(target=tensor_parallel_rank, args=(rank, str(tmp_path / "meet"), queue)) for rank in range(2)]
     for process in processes:
         process.start()
-    results = [queue.get(timeout=120) for _ in processes]
+    results = [queue.get(timeout=600) for _ in processes]
     for process in processes:
         process.join(timeout=60)
         assert process.exitcode == 0
