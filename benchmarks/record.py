@@ -1,4 +1,4 @@
-"""Records the tables of this folder: `python benchmarks/record.py --megatron PATH`, about 25 minutes on a quiet machine with 2 cores.
+"""Records the tables of this folder: `python benchmarks/record.py --megatron PATH`.
 
 Each table grows while it is measured, and what it holds already is not measured again: run it once more after a stop. `--fresh` begins
 anew, `--only growth,step` records some of them, `--trial FOLDER` runs everything once at its smallest size and leaves this folder alone.
@@ -47,7 +47,8 @@ TABLES = (
     Table(
         "step",
         "Where the time of a step goes",
-        "A training step of the tiny preset, and one V4-Flash-width layer. csakit's columns train the indexer, stock's do not.",
+        "A training step of the tiny preset, and one V4-Flash-width layer. csakit's columns train the indexer, stock's do not. "
+        "The layer of two threads was measured beside other work: compare its CPU times, not its wall times.",
         ("--suite step --operations step", "--suite step --operations csa-backward --threads 2 --repeats 2"),
     ),
     Table(
