@@ -93,17 +93,14 @@ class Memory {
     void find(Unit& unit) const {
         const long at = unit.batch * p_.tokens + unit.token;
         unit.window_first = window_first(p_, at), unit.window = window_count(p_, at, unit.token);
-        unit.entries.clear(), slots.clear();
         unit.entry_first = std::max(p_.ranges.entry_start[at], 0);
         const long stop = entry_stop(p_, at);
         unit.entry_count = std::max<long>(0, stop - unit.entry_first);
-        if (!p_.indices.data || !p_.entries.data) return;
+        unit.entries.clear();
+        if (!p_.indices.data || !unit.entry_count) return;
         const long first = (at * p_.sets + shape_.set(p_, unit.piece)) * p_.indices.slots;
-        for (long k = 0; k < p_.indices.slots && unit.entry_count; ++k) {
-            const int64_t entry = p_.indices.at(first + k);
-            if (entry >= unit.entry_first && entry < stop) unit.entries.push_back(int32_t(entry)), slots.push_back(k);
-        }
-        unit.entry_count = unit.entries.size();
+        unit.entry_count = p_.indices.wide ? pick(unit, stop, static_cast<const int64_t*>(p_.indices.data) + first)
+                                           : pick(unit, stop, static_cast<const int32_t*>(p_.indices.data) + first);
     }
 
     void fetch(const Unit& unit, bool window, long first, long count) {
@@ -134,9 +131,21 @@ class Memory {
         }
     }
 
-    mutable std::vector<long> slots;  // of the entries found last
+    mutable std::vector<int32_t> slots;  // of the entries found last
 
   private:
+    // The visible ones of the chosen entries, and their slots; how many they are.
+    template <class T>
+    long pick(Unit& unit, long stop, const T* chosen) const {
+        unit.entries.resize(p_.indices.slots), slots.resize(p_.indices.slots);
+        long found = 0;
+        for (long k = 0; k < p_.indices.slots; ++k) {
+            unit.entries[found] = int32_t(chosen[k]), slots[found] = int32_t(k);
+            found += chosen[k] >= unit.entry_first && chosen[k] < stop;
+        }
+        return found;
+    }
+
     const Attention& p_;
     const Shape& shape_;
     RowReader keys_[2], values_[2];  // window, entries

@@ -121,12 +121,36 @@ class Forward {
     // log_mass[j] = ln sum_h exp(score - lse), from the weights that are there: exp(score - top of their block). Where the sum is so small
     // that terms may have underflowed, once more in log space.
     void log_mass() {
-        const long columns = shape_.columns, count = unit_.entry_count;
+        const float enough = 1e8f * std::numeric_limits<float>::min();
+        const long count = unit_.entry_count, all = p_.indices.slots;
+        add_heads();
+        float* const logs = logs_.floats(padded(count));
+        IntVec low{};
+        std::fill(sums_.get() + count, sums_.get() + padded(count), 1.f);
+        for (long j = 0; j < count; j += LANES) {
+            const Vec total = load(sums_.get() + j);
+            low |= ~(total >= enough);
+            store(logs + j, logarithm(total));
+        }
+        if (any(low))
+            for (long j = 0; j < count; ++j)
+                if (!(sums_.get()[j] >= enough)) logs[j] = exact_log_mass(j);
         const bool first = unit_.piece % (shape_.pieces / p_.sets) == 0;  // a set's heads may have several KV heads: pieces add up
-        float* const slots = mass();
-        if (first) std::fill_n(slots, p_.indices.slots, -INF);
-        sums_.floats(padded(count));
-        const long tops = tops_.size() / columns;
+        if (first && count && memory_.slots[count - 1] == count - 1) {     // no empty slot before the last
+            std::fill_n(std::copy_n(logs, count, mass()), all - count, -INF);
+            return;
+        }
+        if (first) std::fill_n(mass(), all, -INF);
+        for (long j = 0; j < count; ++j) {
+            float& to = mass()[memory_.slots[j]];
+            to = first ? logs[j] : log_of_sum(to, logs[j]);
+        }
+    }
+
+    // sums_[j] = sum_h exp(score - lse)
+    void add_heads() {
+        const long columns = shape_.columns, count = unit_.entry_count, tops = tops_.size() / columns;
+        sums_.floats(padded(count) + LANES);
         for (long block = 0; block < tops; ++block) {
             float* factor = tops_.data() + block * columns;  // its top, and from here on what the weights of the block lack
             for (long h = 0; h < columns; h += LANES) {
@@ -134,19 +158,15 @@ class Forward {
                 const Vec shift = (top == -INF ? Vec{} : top) - (last == -INF ? Vec{} : last);
                 store(factor + h, exponential(shift) * load(factor_.get() + h));
             }
-            for (long j = block * shape_.step; j < std::min(count, (block + 1) * shape_.step); ++j) {
-                Vec total{};
-                for (long h = 0; h < columns; h += LANES) total += load(scores_.get() + j * columns + h) * load(factor + h);
-                sums_.get()[j] = sum(total);
+            for (long j = block * shape_.step; j < std::min(count, (block + 1) * shape_.step); j += LANES) {
+                Vec totals[LANES];  // of this row and those that follow; what is past the block is made again, or not used
+                for (long n = 0; n < LANES; ++n) {
+                    const float* weights = scores_.get() + (j + n) * columns;
+                    totals[n] = load(weights) * load(factor);
+                    for (long h = LANES; h < columns; h += LANES) totals[n] += load(weights + h) * load(factor + h);
+                }
+                store(sums_.get() + j, sums(totals));
             }
-        }
-        logs_.floats(padded(count));
-        for (long j = 0; j < count; j += LANES) store(logs_.get() + j, logarithm(load(sums_.get() + j)));
-        for (long j = 0; j < count; ++j) {
-            const bool exact = !(sums_.get()[j] >= 1e8f * std::numeric_limits<float>::min());
-            const float own = exact ? exact_log_mass(j) : logs_.get()[j];
-            float& to = slots[memory_.slots[j]];
-            to = first ? own : log_of_sum(to, own);
         }
     }
 

@@ -15,7 +15,7 @@ namespace csakit {
 struct Unit {  // what one query (and one group of its heads) adds to the gradients of the rows it attends
     long batch = 0, token = 0, piece = 0;
     long window_first = 0, window = 0;  // rows of the window, then
-    std::vector<int32_t> entries;       // chosen entries, or a range
+    std::vector<int32_t> entries;       // the first entry_count are the chosen ones; empty: a range
     long entry_first = 0, entry_count = 0;
     Buffer weights;  // [window + entries][columns]
     std::vector<double> sink;
@@ -41,18 +41,30 @@ struct Targets {
     }
 };
 
+// Columns of rows that are too far apart for the processor to fetch ahead: so the lines of the next panel are asked for here.
+template <long N>
+__attribute__((noinline)) void copy_panel(float* to, const float* from, long stride, long rows, float factor) {
+    for (long r = 0; r < rows; ++r, from += stride, to += N * LANES) {
+        __builtin_prefetch(from + N * LANES);
+        for (long n = 0; n < N; ++n) store(to + n * LANES, load(from + n * LANES) * factor);
+    }
+}
+
 // Columns first .. first + columns of the heads of a query, each times factor, at to[.][columns]; zeros in the padding. Returns the end.
 inline float* pack_panel(float* to, const Array& x, const Unit& unit, long head, long count, long first, long columns, float factor) {
     const long live = std::clamp<long>(x.width - first, 0, columns);
-    for (long h = 0; h < padded(count); ++h, to += columns) {
-        const long filled = h < count ? live : 0;
-        if (filled) {
-            copy_columns(to, x, unit.batch, unit.token, head + h, first, filled);
-            for (long d = 0; d < filled; ++d) to[d] *= factor;
+    float* const end = to + count * columns;
+    if (!x.bfloat && live == columns) {
+        const auto copy = columns == PANEL ? copy_panel<2> : copy_panel<1>;
+        copy(to, float_row(x, unit.batch, unit.token, head) + first, x.group, count, factor);
+    } else {
+        for (long h = head; to < end; ++h, to += columns) {
+            copy_columns(to, x, unit.batch, unit.token, h, first, live);
+            std::fill(to + live, to + columns, 0.f);
+            for (long d = 0; d < columns; d += LANES) store(to + d, load(to + d) * factor);
         }
-        std::fill(to + filled, to + columns, 0.f);
     }
-    return to;
+    return std::fill_n(end, (padded(count) - count) * columns, 0.f);
 }
 
 // What one thread does in the second phase: some panels of channels, and with more threads than panels some of the rows.

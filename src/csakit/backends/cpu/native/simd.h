@@ -25,7 +25,13 @@ typedef float MemoryVec __attribute__((vector_size(LANES * 4), aligned(4), may_a
 inline Vec load(const float* p) { return *reinterpret_cast<const MemoryVec*>(p); }
 inline void store(float* p, Vec x) { *reinterpret_cast<MemoryVec*>(p) = x; }
 inline Vec every(float x) { return x - Vec{}; }
-inline Vec greater(Vec x, Vec y) { return x > y ? x : y; }  // y where x is NaN
+#ifdef __AVX512F__
+inline Vec greater(Vec x, Vec y) { return reinterpret_cast<Vec>(_mm512_max_ps(reinterpret_cast<__m512>(x), reinterpret_cast<__m512>(y))); }
+inline Vec smaller(Vec x, Vec y) { return reinterpret_cast<Vec>(_mm512_min_ps(reinterpret_cast<__m512>(x), reinterpret_cast<__m512>(y))); }
+#else
+inline Vec greater(Vec x, Vec y) { return reinterpret_cast<Vec>(_mm256_max_ps(reinterpret_cast<__m256>(x), reinterpret_cast<__m256>(y))); }
+inline Vec smaller(Vec x, Vec y) { return reinterpret_cast<Vec>(_mm256_min_ps(reinterpret_cast<__m256>(x), reinterpret_cast<__m256>(y))); }
+#endif  // both give y where either is NaN
 inline float sum(Vec x) {
 #ifdef __AVX512F__
     return _mm512_reduce_add_ps(reinterpret_cast<__m512>(x));
@@ -36,6 +42,11 @@ inline float sum(Vec x) {
     return _mm_cvtss_f32(_mm_add_ss(pair, _mm_movehdup_ps(pair)));
 #endif
 }
+inline bool any(IntVec x) {
+    int32_t all = 0;
+    for (long i = 0; i < LANES; ++i) all |= x[i];
+    return all != 0;
+}
 inline float greatest(Vec x) {  // not NaN, if greater has made x
     float top = x[0];
     for (long i = 1; i < LANES; ++i) top = x[i] > top ? x[i] : top;
@@ -43,11 +54,33 @@ inline float greatest(Vec x) {  // not NaN, if greater has made x
 }
 inline long padded(long n) { return (n + LANES - 1) / LANES * LANES; }
 
-// e^x within 2 units in the last place; 0 below -87 (where the true value is denormal), NaN for NaN.
+// lane i = sum of x[i]
+inline __m256 sums8(const __m256* x) {
+    __m256 pair[4], quad[2];
+    for (int i = 0; i < 4; ++i) pair[i] = _mm256_add_ps(_mm256_unpacklo_ps(x[2 * i], x[2 * i + 1]), _mm256_unpackhi_ps(x[2 * i], x[2 * i + 1]));
+    for (int i = 0; i < 2; ++i)
+        quad[i] = _mm256_add_ps(_mm256_shuffle_ps(pair[2 * i], pair[2 * i + 1], 0x44), _mm256_shuffle_ps(pair[2 * i], pair[2 * i + 1], 0xee));
+    return _mm256_add_ps(_mm256_permute2f128_ps(quad[0], quad[1], 0x20), _mm256_permute2f128_ps(quad[0], quad[1], 0x31));
+}
+
+inline Vec sums(const Vec (&x)[LANES]) {
+#ifdef __AVX512F__
+    __m256 half[16];
+    for (int i = 0; i < 16; ++i) {
+        const __m512 all = reinterpret_cast<__m512>(x[i]);
+        half[i] = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
+    }
+    return reinterpret_cast<Vec>(_mm512_insertf32x8(_mm512_castps256_ps512(sums8(half)), sums8(half + 8), 1));
+#else
+    return reinterpret_cast<Vec>(sums8(reinterpret_cast<const __m256*>(x)));
+#endif
+}
+
+// e^x within 2 units in the last place; 0 below -87.7 (where the true value is denormal), NaN for NaN.
 inline Vec exponential(Vec x) {
     const float shift = 12582912.f;  // 1.5 * 2^23: adding it rounds to a whole number and leaves that in the low bits
-    const Vec low = every(-87.f), high = every(88.f);
-    const Vec y = x < low ? low : (x > high ? high : x);  // comparisons with NaN are false: NaN stays
+    const Vec low = every(-88.0296919f), high = every(88.f);  // low is -127 ln 2: its power of two has exponent bits 0, which are 0
+    const Vec y = smaller(high, greater(low, x));
     const Vec rounded = y * 1.44269504f + shift, n = rounded - shift;
     const Vec r = y - n * 0.693359375f + n * 2.12194440e-4f;
     Vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
@@ -57,8 +90,7 @@ inline Vec exponential(Vec x) {
     p = p * r + 5.0000001201e-1f;
     p = p * (r * r) + r + 1.f;
     const IntVec power = (reinterpret_cast<IntVec>(rounded) << 23) + 0x3f800000;  // the shift's own bits leave at the top
-    const Vec result = p * reinterpret_cast<Vec>(power);
-    return x < low ? Vec{} : result;
+    return p * reinterpret_cast<Vec>(power);
 }
 
 // ln x of positive, normal x, within 2 units in the last place.
