@@ -105,3 +105,21 @@ def test_forward_mode_differentiation_is_refused_and_never_ignored(name: str) ->
         x[name] = torch.autograd.forward_ad.make_dual(x[name], torch.ones_like(x[name]))
         with pytest.raises(NotImplementedError, match="jvp"):
             four_verbs(x)
+
+
+def test_ops_show_themselves_to_profilers_and_modes_though_they_are_plain_calls_elsewhere():
+    layout = Layout.batch(1, 8, ratio=2, window=3)
+    q, kv = torch.randn(1, 8, 2, 4), torch.randn(1, 8, 4)
+
+    def attended() -> torch.Tensor:
+        return csakit.attend(q, kv, kv[:, :4], layout).out
+
+    out = attended()
+    with torch.profiler.profile() as profile, Recorder() as recorder:
+        seen = attended()
+    assert torch.equal(out, seen)
+    assert "csakit::attend" in {event.key for event in profile.key_averages()}
+    assert {name for name, _ in recorder.calls} == {"csakit::attend"}
+    with torch.profiler.profile() as profile:
+        attended()
+    assert "csakit::attend" in {event.key for event in profile.key_averages()}

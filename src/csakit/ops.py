@@ -8,7 +8,7 @@ outside connect them. Shapes are normal here: keys [B, N, G, D], indices [B, T, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -28,8 +28,14 @@ _DENSE_OPTIONS = f"float index_scale, float scale, bool relu, int sets, str grou
 _library = torch.library.Library("csakit", "DEF")
 
 
+class _Op:
+    """An op's two faces, `fake` and `run`, which subclasses have; `call` is the op as a function."""
+
+    call: ClassVar[Callable[..., Any]]
+
+
 def _define(name: str, arguments: str, returns: str) -> Any:
-    """Decorator of a class that holds the two faces of an op: `fake` and `run`."""
+    """Decorator of an _Op: registers its faces and adds `call`."""
 
     def register(op: Any) -> Any:
         def run(first: Tensor, *rest: Any) -> Any:
@@ -42,9 +48,38 @@ def _define(name: str, arguments: str, returns: str) -> Any:
         _library.define(f"{name}({arguments}) -> {returns}")
         _library.impl(name, run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"csakit::{name}", op.fake, lib=_library)
+        dispatched = getattr(torch.ops.csakit, name).default
+
+        def call(*inputs: Any) -> Any:
+            if not _unwatched(inputs):
+                return dispatched(*inputs)
+            if not torch.is_grad_enabled():
+                return run(*inputs)
+            with torch.no_grad():
+                return run(*inputs)
+
+        op.call = call
         return op
 
     return register
+
+
+_WHOLE = (Tensor, torch.nn.Parameter)
+
+
+def _unwatched(inputs: tuple[Any, ...]) -> bool:
+    """Whether nobody looks at ops: no compiler, mode, transform, tracer, profiler, and no tensor that is more than CPU numbers.
+
+    Then an op may as well be a plain call, which halves the cost of a small one.
+    """
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+        or torch._C._autograd._profiler_enabled()
+    ) and all(type(x) in _WHOLE and x.is_cpu for x in inputs if isinstance(x, Tensor))
 
 
 def _backend(name: str, tile: int) -> tuple[Any, dict[str, int]]:
@@ -61,7 +96,7 @@ def _contiguous(x: Tensor | None, like: Tensor) -> Tensor:
 
 
 @_define("attend", f"{_ATTEND}, float scale, int value_width, bool teacher, {_BACKEND}", "(Tensor, Tensor, Tensor)")
-class _Attend:
+class _Attend(_Op):
     @staticmethod
     def run(q, kv, entries, values, entry_values, sink, indices, valid, ws, es, ee, off, scale, value_width, teacher, name, tile):
         module, options = _backend(name, tile)
@@ -83,7 +118,7 @@ class _Attend:
     f"Tensor d_out, Tensor lse, {_ATTEND}, float scale, int value_width, {_BACKEND}",
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-class _AttendBackward:
+class _AttendBackward(_Op):
     @staticmethod
     def run(d_out, lse, q, kv, entries, values, entry_values, sink, indices, valid, ws, es, ee, off, scale, value_width, name, tile):
         module, options = _backend(name, tile)
@@ -99,7 +134,7 @@ class _AttendBackward:
 
 
 @_define("log_mass", f"Tensor q, Tensor entries, Tensor lse, Tensor? indices, {_RANGES}, float scale, int sets, {_BACKEND}", "Tensor")
-class _LogMass:
+class _LogMass(_Op):
     @staticmethod
     def run(q, entries, lse, indices, valid, ws, es, ee, off, scale, sets, name, tile):
         module, options = _backend(name, tile)
@@ -112,7 +147,7 @@ class _LogMass:
 
 
 @_define("index_scores", f"{_INDEX}, {_RANGES}, float scale, bool relu, int sets, {_BACKEND}", "Tensor")
-class _IndexScores:
+class _IndexScores(_Op):
     @staticmethod
     def run(q, k, weights, valid, ws, es, ee, off, scale, relu, sets, name, tile):
         module, options = _backend(name, tile)
@@ -124,7 +159,7 @@ class _IndexScores:
 
 
 @_define("select", f"{_INDEX}, {_RANGES}, int topk, float scale, bool relu, int sets, {_BACKEND}", "(Tensor, Tensor)")
-class _Select:
+class _Select(_Op):
     @staticmethod
     def run(q, k, weights, valid, ws, es, ee, off, topk, scale, relu, sets, name, tile):
         module, options = _backend(name, tile)
@@ -141,7 +176,7 @@ class _Select:
     f"Tensor d_scores, {_INDEX}, Tensor? indices, {_RANGES}, float scale, bool relu, {_BACKEND}",
     "(Tensor, Tensor, Tensor)",
 )
-class _ScoresBackward:
+class _ScoresBackward(_Op):
     @staticmethod
     def run(d_scores, q, k, weights, indices, valid, ws, es, ee, off, scale, relu, name, tile):
         module, options = _backend(name, tile)
@@ -154,7 +189,7 @@ class _ScoresBackward:
 
 
 @_define("objective", f"Tensor scores, Tensor log_mass, Tensor valid, Tensor? factor, str group, {_BACKEND}", "(Tensor, Tensor)")
-class _Objective:
+class _Objective(_Op):
     @staticmethod
     def run(scores, log_mass, valid, factor, group, name, tile):
         module, _ = _backend(name, tile)
@@ -168,7 +203,7 @@ class _Objective:
 
 
 @_define("dense_kl", f"{_DENSE}, {_DENSE_OPTIONS}", "Tensor")
-class _DenseKl:
+class _DenseKl(_Op):
     @staticmethod
     def run(qi, ki, weights, q, entries, lse, valid, ws, es, ee, off, index_scale, scale, relu, sets, group, name, tile):
         module, options = _backend(name, tile)
@@ -183,7 +218,7 @@ class _DenseKl:
 
 
 @_define("dense_kl_backward", f"Tensor d_kl, {_DENSE}, {_DENSE_OPTIONS}", "(Tensor, Tensor, Tensor)")
-class _DenseKlBackward:
+class _DenseKlBackward(_Op):
     @staticmethod
     def run(d_kl, qi, ki, weights, q, entries, lse, valid, ws, es, ee, off, index_scale, scale, relu, sets, group, name, tile):
         module, options = _backend(name, tile)
@@ -200,8 +235,6 @@ class _DenseKlBackward:
 
 # ---- autograd --------------------------------------------------------------------------------------------------------
 
-_ops = torch.ops.csakit
-
 
 def _gradients(grads: tuple[Tensor, ...], inputs: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     return tuple(None if x is None else g for g, x in zip(grads, inputs))
@@ -212,7 +245,7 @@ class Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *args):
-        out, lse, mass = _ops.attend.default(*args)
+        out, lse, mass = _Attend.call(*args)
         q, kv, entries, values, entry_values, sink, indices, valid, ws, es, ee, off, scale, value_width, _, name, tile = args
         ctx.save_for_backward(lse, q, kv, entries, values, entry_values, sink, indices, valid, ws, es, ee)
         ctx.options = (off, scale, value_width, name, tile)
@@ -223,7 +256,7 @@ class Attend(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, d_out, *_):
         saved = ctx.saved_tensors
-        grads = _ops.attend_backward.default(d_out, *saved, *ctx.options)
+        grads = _AttendBackward.call(d_out, *saved, *ctx.options)
         return *_gradients(grads, saved[1:7]), *(None,) * 11
 
 
@@ -234,13 +267,13 @@ class Score(torch.autograd.Function):
     def forward(ctx, q, k, weights, valid, ws, es, ee, off, scale, relu, sets, name, tile):
         ctx.save_for_backward(q, k, weights, valid, ws, es, ee)
         ctx.options = (off, scale, relu, name, tile)
-        return _ops.index_scores.default(q, k, weights, valid, ws, es, ee, off, scale, relu, sets, name, tile)
+        return _IndexScores.call(q, k, weights, valid, ws, es, ee, off, scale, relu, sets, name, tile)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_scores):
         q, k, weights, *ranges = ctx.saved_tensors
-        grads = _ops.scores_backward.default(d_scores, q, k, weights, None, *ranges, *ctx.options)
+        grads = _ScoresBackward.call(d_scores, q, k, weights, None, *ranges, *ctx.options)
         return *_gradients(grads, (q, k, weights)), *(None,) * 10
 
 
@@ -249,7 +282,7 @@ class Select(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, weights, valid, ws, es, ee, off, topk, scale, relu, sets, name, tile):
-        indices, scores = _ops.select.default(q, k, weights, valid, ws, es, ee, off, topk, scale, relu, sets, name, tile)
+        indices, scores = _Select.call(q, k, weights, valid, ws, es, ee, off, topk, scale, relu, sets, name, tile)
         ctx.save_for_backward(q, k, weights, indices, valid, ws, es, ee)
         ctx.options = (off, scale, relu, name, tile)
         ctx.mark_non_differentiable(indices)
@@ -259,7 +292,7 @@ class Select(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, _, d_scores):
         saved = ctx.saved_tensors
-        grads = _ops.scores_backward.default(d_scores, *saved, *ctx.options)
+        grads = _ScoresBackward.call(d_scores, *saved, *ctx.options)
         return *_gradients(grads, saved[:3]), *(None,) * 11
 
 
@@ -268,7 +301,7 @@ class Distill(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, scores, log_mass, factor, valid, group, name, tile):
-        kl, gradient = _ops.objective.default(scores, log_mass, valid, factor, group, name, tile)
+        kl, gradient = _Objective.call(scores, log_mass, valid, factor, group, name, tile)
         ctx.save_for_backward(gradient)
         ctx.dtype = scores.dtype
         ctx.mark_non_differentiable(kl)
@@ -286,7 +319,7 @@ class DistillDense(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, qi, ki, weights, factor, q, entries, lse, valid, ws, es, ee, *options):
-        kl = _ops.dense_kl.default(qi, ki, weights, q, entries, lse, valid, ws, es, ee, *options)
+        kl = _DenseKl.call(qi, ki, weights, q, entries, lse, valid, ws, es, ee, *options)
         ctx.save_for_backward(qi, ki, weights, factor, q, entries, lse, valid, ws, es, ee)
         ctx.options = options
         ctx.mark_non_differentiable(kl)
@@ -296,7 +329,7 @@ class DistillDense(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, d_loss, _):
         qi, ki, weights, factor, *rest = ctx.saved_tensors
-        grads = _ops.dense_kl_backward.default(d_loss * factor, qi, ki, weights, *rest, *ctx.options)
+        grads = _DenseKlBackward.call(d_loss * factor, qi, ki, weights, *rest, *ctx.options)
         return *_gradients(grads, (qi, ki, weights)), *(None,) * 16
 
 
@@ -332,17 +365,18 @@ def _differentiable(function: Any, value: Callable[..., Any], inputs: int) -> Ca
 
 
 def _distill_value(scores: Tensor, log_mass: Tensor, factor: Tensor, valid: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    kl, _ = _ops.objective.default(scores, log_mass, valid, None, *options)
+    kl, _ = _Objective.call(scores, log_mass, valid, None, *options)
     return (kl * factor).sum(), kl
 
 
 def _distill_dense_value(qi: Tensor, ki: Tensor, weights: Tensor | None, factor: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    kl = _ops.dense_kl.default(qi, ki, weights, *rest)
+    kl = _DenseKl.call(qi, ki, weights, *rest)
     return (kl * factor).sum(), kl
 
 
-attend = _differentiable(Attend, _ops.attend.default, 6)
-index_scores = _differentiable(Score, _ops.index_scores.default, 3)
-select = _differentiable(Select, _ops.select.default, 3)
+attend = _differentiable(Attend, _Attend.call, 6)
+index_scores = _differentiable(Score, _IndexScores.call, 3)
+select = _differentiable(Select, _Select.call, 3)
 distill = _differentiable(Distill, _distill_value, 1)
 distill_dense = _differentiable(DistillDense, _distill_dense_value, 3)
+log_mass = _LogMass.call

@@ -113,7 +113,7 @@ def check_indices(indices: Tensor, layout: Layout) -> Tensor:
     with_sets = isinstance(indices, Tensor) and indices.ndim == 4
     letters, sizes = ("[B, T, S, K]", (rows, tokens, None, None)) if with_sets else ("[B, T, K]", (rows, tokens, None))
     checks.tensor("indices", indices, letters, sizes, kind="index")
-    return indices if with_sets else indices[:, :, None]
+    return indices if with_sets else indices.unsqueeze(2)
 
 
 def layout_ranges(layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:

@@ -8,6 +8,7 @@ cpu-native  the same with the native kernels or an error.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from types import ModuleType
 
@@ -67,6 +68,7 @@ def choose(device: torch.device) -> tuple[str, int]:
     return _forced
 
 
+@functools.cache
 def load(name: str) -> ModuleType:
     """The module of a backend."""
     return importlib.import_module(f"{__name__}.{_MODULES.get(name, name)}")

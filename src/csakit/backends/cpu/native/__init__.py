@@ -10,13 +10,15 @@ kernels.cpp  the kernels
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ...rows import Ranges
 from ..dense import Dense
 from . import build
-from .calls import TYPES, Attention, Call, Objective, Scoring
+from .calls import ATTENTION, OBJECTIVE, SCORING, TYPES, Call
 
 __all__ = [
     "attend", "attend_backward", "dense_kl", "dense_kl_backward", "index_scores", "log_mass", "objective", "scores_backward", "select",
@@ -40,11 +42,11 @@ def attend(
     out = q.new_empty(*q.shape[:3], value_width)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     mass = torch.empty(indices.shape, dtype=torch.float32) if teacher and indices is not None else None
-    call = _attention(q, kv, entries, values, entry_values, sink, indices, ranges, scale, value_width, lse)
-    call.array("out", out)
-    call.struct.mass = call.pointer(mass)
     if out.numel() or lse.numel():
-        call(build.load().csakit_attend)
+        _attention(
+            build.load().csakit_attend, q, kv, entries, values, entry_values, sink, indices, ranges,
+            scale=scale, value_width=value_width, lse=lse, out=out, mass=mass,
+        )  # fmt: skip
     return out, lse, mass
 
 
@@ -54,19 +56,16 @@ def attend_backward(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Gradients of q, kv, entries, values, entry_values, sink. Recomputes the probabilities from lse."""
     _require(q, kv, entries, values, entry_values, d_out)
-    call = _attention(q, kv, entries, values, entry_values, sink, indices, ranges, scale, value_width, lse.contiguous())
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     d_sink = None if sink is None else torch.zeros(sink.shape, dtype=torch.float64)
-    call.struct.d_sink = call.pointer(d_sink)
-    call.array("d_out", d_out)
-    call.array("d_q", dq)
-    inputs = {"kv": kv, "entries": entries, "values": values, "entry_values": entry_values}
-    grads = {name: None if x is None else _zeros(x) for name, x in inputs.items()}
-    for name, grad in grads.items():
-        call.array(f"d_{name}", grad)
+    inputs = (kv, entries, values, entry_values)
+    grads = tuple(None if x is None else _zeros(x) for x in inputs)
     if q.numel():
-        call(build.load().csakit_attend_backward)
-    d_inputs = [None if x is None or grad is None else _narrow(grad, x) for x, grad in zip(inputs.values(), grads.values())]
+        _attention(
+            build.load().csakit_attend_backward, q, kv, entries, values, entry_values, sink, indices, ranges,
+            scale=scale, value_width=value_width, lse=lse, d_out=d_out, d_q=dq, grads=grads, d_sink=d_sink,
+        )  # fmt: skip
+    d_inputs = [None if x is None or grad is None else _narrow(grad, x) for x, grad in zip(inputs, grads)]
     return dq, *d_inputs, None if sink is None or d_sink is None else d_sink.to(sink.dtype)
 
 
@@ -75,10 +74,11 @@ def log_mass(q: Tensor, entries: Tensor, lse: Tensor, indices: Tensor | None, ra
     _require(q, entries, lse)
     shape = (*q.shape[:2], sets, entries.shape[1]) if indices is None else indices.shape
     mass = torch.empty(shape, dtype=torch.float32)
-    call = _attention(q, None, entries, None, None, None, indices, ranges, scale, q.shape[3], lse.float().contiguous())
-    call.struct.sets, call.struct.mass = sets, call.pointer(mass)
     if mass.numel():
-        call(build.load().csakit_log_mass)
+        _attention(
+            build.load().csakit_log_mass, q, None, entries, None, None, None, indices, ranges,
+            scale=scale, value_width=q.shape[3], lse=lse.float(), mass=mass, sets=sets,
+        )  # fmt: skip
     return mass
 
 
@@ -88,13 +88,13 @@ def objective(scores: Tensor, log_mass: Tensor, valid: Tensor, factor: Tensor | 
     rows, tokens, sets, slots = scores.shape
     kl = torch.zeros((rows, tokens), dtype=torch.float32)
     gradient = None if factor is None else torch.empty(scores.shape, dtype=torch.float32)
-    call = Call(Objective(rows=rows * tokens, sets=sets, slots=slots, threads=torch.get_num_threads()))
-    inputs = {"scores": scores, "mass": log_mass, "factor": factor}
-    for name, x in inputs.items():
-        setattr(call.struct, name, call.pointer(None if x is None else x.float().contiguous()))
-    call.struct.valid, call.struct.kl, call.struct.gradient = (call.pointer(x) for x in (valid.contiguous(), kl, gradient))
     if scores.numel():
-        call(build.load().csakit_objective)
+        call = Call()
+        call(
+            build.load().csakit_objective, OBJECTIVE,
+            call.floats(scores), call.floats(log_mass), call.pointer(valid), call.floats(factor), call.pointer(kl), call.pointer(gradient),
+            rows * tokens, sets, slots, torch.get_num_threads(),
+        )  # fmt: skip
     return kl, gradient
 
 
@@ -102,10 +102,8 @@ def index_scores(q: Tensor, k: Tensor, weights: Tensor | None, ranges: Ranges, *
     """[B,T,S,E], -inf where not visible."""
     _require(q, k, weights)
     out = q.new_empty(*q.shape[:2], sets, k.shape[1], dtype=torch.float32)
-    call = _scoring(q, k, weights, ranges, scale, relu, sets)
-    call.struct.scores = call.pointer(out)
     if out.numel():
-        call(build.load().csakit_score)
+        _scoring(build.load().csakit_score, q, k, weights, ranges, scale=scale, relu=relu, sets=sets, scores=out)
     return out
 
 
@@ -116,11 +114,8 @@ def select(
     _require(q, k, weights)
     indices = torch.empty((*q.shape[:2], sets, topk), dtype=torch.int32)
     scores = torch.empty(indices.shape, dtype=torch.float32)
-    call = _scoring(q, k, weights, ranges, scale, relu, sets)
-    call.struct.topk = topk
-    call.struct.chosen, call.struct.scores = call.pointer(indices), call.pointer(scores)
     if indices.numel():
-        call(build.load().csakit_score)
+        _scoring(build.load().csakit_score, q, k, weights, ranges, scale=scale, relu=relu, sets=sets, chosen=indices, scores=scores)
     return indices, scores
 
 
@@ -129,15 +124,13 @@ def scores_backward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients of q, k, weights."""
     _require(q, k, weights, d_scores)
-    call = _scoring(q, k, weights, ranges, scale, relu, d_scores.shape[2])
     dq, dk = torch.empty_like(q, memory_format=torch.contiguous_format), _zeros(k[:, :, None])
     dw = None if weights is None else torch.zeros(weights.shape, dtype=torch.float32)
-    call.indices(indices)
-    call.array("d_q", dq)
-    call.array("d_k", dk)
-    call.struct.d_weights, call.struct.d_scores = call.pointer(dw), call.pointer(d_scores.float().contiguous())
     if q.numel():
-        call(build.load().csakit_score_backward)
+        _scoring(
+            build.load().csakit_score_backward, q, k, weights, ranges,
+            scale=scale, relu=relu, sets=d_scores.shape[2], d_q=dq, d_k=dk, d_weights=dw, d_scores=d_scores, indices=indices,
+        )  # fmt: skip
     return dq, _narrow(dk, k[:, :, None]).squeeze(2), None if weights is None or dw is None else dw.to(weights.dtype)
 
 
@@ -152,38 +145,39 @@ def _require(*tensors: Tensor | None) -> None:
 
 
 def _attention(
-    q: Tensor, kv: Tensor | None, entries: Tensor | None, values: Tensor | None, entry_values: Tensor | None, sink: Tensor | None,
-    indices: Tensor | None, ranges: Ranges, scale: float, value_width: int, lse: Tensor,
-) -> Call:  # fmt: skip
-    call = Call(Attention(scale=scale, value_width=value_width))
-    for name, x in {"q": q, "kv": kv, "entries": entries, "values": values, "entry_values": entry_values}.items():
-        call.array(name, x)
-    call.struct.sink = call.pointer(None if sink is None else sink.float().contiguous())
-    call.struct.lse = call.pointer(lse)
-    call.indices(indices)
-    call.ranges(ranges)
+    function: Any, q: Tensor, kv: Tensor | None, entries: Tensor | None, values: Tensor | None, entry_values: Tensor | None,
+    sink: Tensor | None, indices: Tensor | None, ranges: Ranges, *, scale: float, value_width: int, lse: Tensor,
+    out: Tensor | None = None, d_out: Tensor | None = None, d_q: Tensor | None = None, grads: tuple[Tensor | None, ...] = (None,) * 4,
+    mass: Tensor | None = None, d_sink: Tensor | None = None, sets: int = 1,
+) -> None:  # fmt: skip
+    call = Call()
     rows, tokens, heads, _ = q.shape
     keys = kv if kv is not None else entries
     assert keys is not None
-    struct = call.struct
-    struct.rows, struct.tokens, struct.heads, struct.groups = rows, tokens, heads, keys.shape[2]
-    struct.sets = 1 if indices is None else indices.shape[2]
-    struct.num_entries = 0 if entries is None else entries.shape[1]
-    struct.threads = torch.get_num_threads()
-    return call
+    arrays = (q, kv, entries, values, entry_values, out, d_out, d_q, *grads)
+    call(
+        function, ATTENTION,
+        *(word for x in arrays for word in call.array(x)),
+        call.floats(sink), *call.indices(indices), *call.ranges(ranges), call.pointer(lse), call.pointer(mass), call.pointer(d_sink),
+        rows, tokens, heads, keys.shape[2], sets if indices is None else indices.shape[2],
+        0 if entries is None else entries.shape[1], value_width, torch.get_num_threads(), scale,
+    )  # fmt: skip
 
 
-def _scoring(q: Tensor, k: Tensor, weights: Tensor | None, ranges: Ranges, scale: float, relu: bool, sets: int) -> Call:
-    call = Call(Scoring(scale=scale, relu=relu, sets=sets))
-    call.array("q", q)
-    call.array("k", k)
-    call.ranges(ranges)
-    call.struct.weights = call.pointer(None if weights is None else weights.float().contiguous())
+def _scoring(
+    function: Any, q: Tensor, k: Tensor, weights: Tensor | None, ranges: Ranges, *, scale: float, relu: bool, sets: int,
+    chosen: Tensor | None = None, scores: Tensor | None = None, d_q: Tensor | None = None, d_k: Tensor | None = None,
+    d_weights: Tensor | None = None, d_scores: Tensor | None = None, indices: Tensor | None = None,
+) -> None:  # fmt: skip
+    call = Call()
     rows, tokens, heads, _ = q.shape
-    struct = call.struct
-    struct.rows, struct.tokens, struct.heads, struct.entries = rows, tokens, heads, k.shape[1]
-    struct.threads = torch.get_num_threads()
-    return call
+    call(
+        function, SCORING,
+        *(word for x in (q, k, d_q, d_k) for word in call.array(x)),
+        call.floats(weights), call.pointer(d_weights), call.floats(d_scores), *call.indices(indices), *call.ranges(ranges),
+        call.pointer(chosen), call.pointer(scores),
+        rows, tokens, heads, k.shape[1], sets, 0 if chosen is None else chosen.shape[3], relu, torch.get_num_threads(), scale,
+    )  # fmt: skip
 
 
 def _zeros(x: Tensor) -> Tensor:

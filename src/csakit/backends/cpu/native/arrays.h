@@ -1,4 +1,4 @@
-// What a call hands over (mirrored by ctypes in __init__.py), and rows of it as float pointers.
+// What a call hands over (made in calls.py: every field is a word of 8 bytes), and rows of it as float pointers.
 #pragma once
 
 #include <algorithm>

@@ -100,7 +100,7 @@ def load() -> ctypes.CDLL:
         raise Unavailable(f"{path} cannot be loaded: {error}") from error
     loaded.csakit_lanes.restype = ctypes.c_long
     for name in FUNCTIONS:
-        getattr(loaded, name).restype = None
+        getattr(loaded, name).argtypes, getattr(loaded, name).restype = (ctypes.c_char_p,), None
     return loaded
 
 

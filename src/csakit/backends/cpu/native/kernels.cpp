@@ -1,4 +1,4 @@
-// The functions that Python calls. Each takes one struct, mirrored by ctypes. One translation unit: templates are compiled once.
+// The functions that Python calls. Each takes one struct (made in calls.py). One translation unit: templates are compiled once.
 #include "backward.h"
 #include "forward.h"
 #include "objective.h"
