@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from v4_model import CSA, HCA, KINDS, SLIDING, TOPK, gap, gradients, next_token_
 import csakit
 from csakit.integrations.transformers import deepseek_v4, install
 from csakit.integrations.transformers.forwards import Call
+from csakit.nn.rotary import Angles
 
 TOLERANCE = 1e-5  # fp32 rounding through the layers: the greatest seen is 2e-6
 
@@ -84,8 +84,8 @@ def _swap(x: torch.Tensor) -> torch.Tensor:
     return torch.cat(x.chunk(2, -1)[::-1], -1)
 
 
-def _half_split(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1) -> torch.Tensor:
-    cos, sin = (torch.cat([angle, angle], -1).unsqueeze(unsqueeze_dim) for angle in (cos, sin))
+def _half_split(x: torch.Tensor, angles: Angles) -> torch.Tensor:
+    cos, sin = (torch.cat([angle, angle], -1).unflatten(1, (-1, *(1,) * (x.ndim - 3))) for angle in angles)
     rest, turned = x[..., : -cos.shape[-1]], x[..., -cos.shape[-1] :]
     low, high = turned.chunk(2, -1)
     return torch.cat([rest, turned * cos + torch.cat([-high, low], -1) * sin], -1)
@@ -107,9 +107,9 @@ def _other_layout(monkeypatch: pytest.MonkeyPatch, change) -> None:
 def _before_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     def entries(module, hidden, call, *, name, overlap):
         values, gates = module.kv_proj(hidden), module.gate_proj(hidden)
-        pooled = csakit.compress(values, gates, module.position_bias, call.layout, overlap=overlap).unsqueeze(1)
+        pooled = csakit.compress(values, gates, module.position_bias, call.layout, overlap=overlap)
         at = call.layout.to_entries(call.position_ids)
-        return module.kv_norm(deepseek_v4._rotate(module, pooled, at, like=pooled, unsqueeze_dim=1)).squeeze(1)
+        return module.kv_norm(deepseek_v4._rotate(module, pooled, at, like=pooled))
 
     monkeypatch.setattr(deepseek_v4, "_entries", entries)
 
@@ -133,7 +133,7 @@ MISREADINGS = {
     "entries rotated at the end of their block": lambda m: _moved_entries(m, lambda at, ratio: at + ratio - 1),
     "entries rotated at their number": lambda m: _moved_entries(m, lambda at, ratio: at // ratio),
     "rotation before the norm": _before_norm,
-    "half-split rotation": lambda m: m.setattr(deepseek_v4, "_host", lambda: SimpleNamespace(apply_rotary_pos_emb=_half_split)),
+    "half-split rotation": lambda m: m.setattr(deepseek_v4, "rotate", _half_split),
     "an entry visible one token late": lambda m: _other_layout(
         m, lambda layout: {"entry_stop": torch.where((layout.positions + 1) % layout.ratio == 0, layout.entry_stop - 1, layout.entry_stop)}
     ),

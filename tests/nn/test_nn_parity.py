@@ -64,7 +64,7 @@ def test_the_released_frequencies_keep_pairs_up_to_15_and_slow_pairs_from_25_dow
 # ---- misreadings of the model --------------------------------------------------------------------------------------------
 
 _compress, _attend, _select = csakit.compress, csakit.attend, csakit.select
-_rotate, _frequencies, _layout_of_layer, _unit_rows = rotary.rotate, rotary.frequencies, parts.layout_of_layer, parts.unit_rows
+_rotate, _frequencies, _layout_of_layer = rotary.rotate, rotary.frequencies, parts.layout_of_layer
 
 
 def _swap(x: torch.Tensor) -> torch.Tensor:
@@ -72,7 +72,7 @@ def _swap(x: torch.Tensor) -> torch.Tensor:
 
 
 def _half_split(x: torch.Tensor, angles: Angles, *, inverse: bool = False) -> torch.Tensor:
-    cos, sin = (angle if x.ndim == 3 else angle[:, :, None] for angle in angles)
+    cos, sin = (angle.unflatten(1, (-1, *(1,) * (x.ndim - 3))) for angle in angles)
     sin = -sin if inverse else sin
     rest, low, high = x.split([x.shape[-1] - 2 * cos.shape[-1], cos.shape[-1], cos.shape[-1]], -1)
     return torch.cat([rest, low * cos - high * sin, high * cos + low * sin], -1)
@@ -81,6 +81,7 @@ def _half_split(x: torch.Tensor, angles: Angles, *, inverse: bool = False) -> to
 def _rotations(monkeypatch: pytest.MonkeyPatch, rotate) -> None:
     for module in (layers, parts):
         monkeypatch.setattr(module, "rotate", rotate)
+    monkeypatch.setattr(layers, "rotate_unit_rows", lambda x, angles, eps: rotate(parts.unit_rows(x, eps), angles))
 
 
 def _moved_entries(monkeypatch: pytest.MonkeyPatch, move) -> None:
@@ -140,7 +141,7 @@ MISREADINGS = {
     "an entry visible one token late": lambda m: _other_layout(m, _late),
     "window one token wider": lambda m: _other_layout(m, lambda layout: {"window_start": (layout.window_start - 1).clamp(min=0)}),
     "no sink": lambda m: m.setattr(csakit, "attend", lambda *a, sink, **k: _attend(*a, sink=None, **k)),
-    "queries without their norm": lambda m: m.setattr(layers, "unit_rows", lambda x, eps: x),
+    "queries without their norm": lambda m: m.setattr(layers, "rotate_unit_rows", lambda x, angles, eps: _rotate(x, angles)),
     "index scores without ReLU": lambda m: m.setattr(csakit, "select", lambda *a, **k: _select(*a, relu=False, **k)),
 }
 CSA_ONLY = {"overlap halves swapped", "no overlap", "index scores without ReLU"}  # HCA has neither overlap nor indexer

@@ -19,8 +19,8 @@ from csakit import IndexerLoss, Layout, Selection, checks
 
 from .config import CSA, HCA, SLIDING, HybridAttentionConfig
 from .functional import AttendInputs, IndexInputs, Objective, attend_and_distill
-from .parts import Compressor, Float32Parameters, GroupedLinear, LightningIndexer, RMSNorm, check_config, layout_of_layer, unit_rows
-from .rotary import Angles, angles_at, rotate
+from .parts import Compressor, Float32Parameters, GroupedLinear, LightningIndexer, RMSNorm, check_config, layout_of_layer
+from .rotary import Angles, angles_at, rotate, rotate_, rotate_unit_rows
 
 
 class LayerStats(NamedTuple):
@@ -131,15 +131,20 @@ class SlidingWindowAttention(Float32Parameters):
         config = self.config
         latent = self.q_norm(self.wq_a(hidden))
         angles = angles_at(layout.positions, hidden, config, compressed=self.ratio > 0)
-        q = unit_rows(self.wq_b(latent).unflatten(-1, (config.num_attention_heads, config.head_dim)), config.rms_norm_eps)
+        heads = self.wq_b(latent).unflatten(-1, (config.num_attention_heads, config.head_dim))
+        q = rotate_unit_rows(heads, angles, config.rms_norm_eps)
         kv = rotate(self.kv_norm(self.wkv(hidden)), angles)
-        inputs = AttendInputs(rotate(q, angles), kv, self._entries(hidden, layout), self.attn_sink, config.head_dim**-0.5)
+        inputs = AttendInputs(q, kv, self._entries(hidden, layout), self.attn_sink, config.head_dim**-0.5)
         return inputs, latent, angles
 
     def output(self, heads: Tensor, angles: Angles) -> Tensor:
-        """The layer's output [B, T, d] from that of `csakit.attend` [B, T, H, D]; the last part of the forward."""
-        turned = rotate(heads, angles, inverse=True)
-        return self.wo_b(self.wo_a(turned.flatten(2).unflatten(-1, (self.config.o_groups, -1))).flatten(2))
+        """The layer's output [B, T, d] from that of `csakit.attend` [B, T, H, D]; the last part of the forward.
+
+        Where no gradients are recorded heads is overwritten.
+        """
+        turn = rotate if torch.is_grad_enabled() else rotate_
+        groups = turn(heads.unflatten(2, (self.config.o_groups, -1)), angles, inverse=True)
+        return self.wo_b(self.wo_a(groups.flatten(3)).flatten(2))
 
     def _entries(self, hidden: Tensor, layout: Layout) -> Tensor | None:
         """The compressed entries [B, E, D] this kind attends."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from csakit import Layout, checks
 from csakit.backends.rows import accumulator
@@ -76,7 +78,25 @@ class GroupedLinear(nn.Linear):
         self.groups = groups
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.einsum("btgn,grn->btgr", x, self.weight.unflatten(0, (self.groups, -1)))
+        return _GroupedProduct.apply(x, self.weight.unflatten(0, (self.groups, -1)))
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """x [B, T, G, n] and weight [G, r, n] -> [B, T, G, r]. (Autograd's own gradient of the weight would come transposed and be copied.)"""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.einsum("btgn,grn->btgr", x, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight = ctx.needs_input_grad
+        d_x = torch.einsum("btgr,grn->btgn", d_out, weight.to(d_out.dtype)).to(x.dtype) if needs_x else None
+        d_weight = torch.einsum("btgr,btgn->grn", d_out, x.to(d_out.dtype)).to(weight.dtype) if needs_weight else None
+        return d_x, d_weight
 
 
 class Compressor(Float32Parameters):

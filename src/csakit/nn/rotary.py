@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from csakit.backends.rows import accumulator
 
@@ -52,10 +53,77 @@ def angles_at(positions: Tensor, like: Tensor, config: HybridAttentionConfig, *,
 
 
 def rotate(x: Tensor, angles: Angles, *, inverse: bool = False) -> Tensor:
-    """x [B, N, D] or [B, N, H, D] with its last R channels rotated, channel 2i with 2i + 1, and the others as they are; in x's dtype."""
-    cos, sin = (angle if x.ndim == 3 else angle[:, :, None] for angle in angles)
-    sin = -sin if inverse else sin
-    plain, turned = x.split([x.shape[-1] - 2 * cos.shape[-1], 2 * cos.shape[-1]], -1)
-    even, odd = turned.to(cos.dtype).unflatten(-1, (-1, 2)).unbind(-1)
-    turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2)
-    return torch.cat([plain, turned.to(x.dtype)], -1)
+    """x [B, N, .., D] with its last R channels rotated, channel 2i with 2i + 1, and the others as they are; contiguous, in x's dtype.
+
+        (x[2i] + j x[2i + 1]) e^(j angle[i]),  and with -angle where `inverse`
+
+    Worked in the precision of the angles. One copy forward and one backward, whatever the layout of the gradient; the rotation itself
+    touches the R channels alone. Differentiable once, for x.
+    """
+    return _Rotation.apply(x, angles.cos, -angles.sin if inverse else angles.sin)
+
+
+def rotate_(x: Tensor, angles: Angles, *, inverse: bool = False) -> Tensor:
+    """x itself, rotated in place like `rotate`: for a tensor nobody else needs, where no gradients are recorded."""
+    return _turn_(x, angles.cos, -angles.sin if inverse else angles.sin)
+
+
+def rotate_unit_rows(x: Tensor, angles: Angles, eps: float) -> Tensor:
+    """x [B, N, .., D] with rows of unit mean square, then rotated like `rotate`; in x's dtype.
+
+        rotate(x / sqrt(mean(x^2) + eps))                                                            (the queries of DeepSeek-V4)
+
+    Worked in the precision of the angles. The backward needs the result and a number per row, not x. Differentiable once, for x.
+    """
+    return _UnitRotation.apply(x, *angles, eps)
+
+
+def _turn_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [B, N, .., D], its last R channels rotated in place by the angles [B, N, R / 2]."""
+    heads = (1,) * (x.ndim - cos.ndim)
+    turn = torch.complex(cos, sin).unflatten(1, (-1, *heads))
+    tail = x[..., x.shape[-1] - 2 * cos.shape[-1] :]
+    pairs = tail.to(cos.dtype, copy=True, memory_format=torch.contiguous_format).unflatten(-1, (-1, 2))
+    tail.copy_(torch.view_as_real(torch.view_as_complex(pairs) * turn).flatten(-2))
+    return x
+
+
+class _Rotation(torch.autograd.Function):
+    """The rotation of x by (cos, sin): of its gradient, by (cos, -sin)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn_(x.clone(memory_format=torch.contiguous_format), cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turn_(d_out.clone(memory_format=torch.contiguous_format), cos, -sin), None, None
+
+
+class _UnitRotation(torch.autograd.Function):
+    """out = R (x s) with s = 1 / sqrt(mean(x^2) + eps) of each row and R its rotation.
+
+    Of the norm alone, u = x s, the gradient is d_x = s (d_u - u mean(u d_u)). R is orthogonal, so that with d_u = R^T d_out and
+    out = R u the mean is that of out d_out, and d_x = R^T s (d_out - out mean(out d_out)).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
+        rows = x.to(cos.dtype)
+        scale = torch.linalg.vector_norm(rows, dim=-1, keepdim=True).square().div(x.shape[-1]).add(eps).rsqrt()
+        out = _turn_((rows * scale).to(x.dtype), cos, sin)
+        ctx.save_for_backward(out, scale, cos, sin)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, None, None, None]:
+        out, scale, cos, sin = ctx.saved_tensors
+        rows, upstream = out.to(cos.dtype), d_out.to(cos.dtype)
+        product = rows * upstream
+        mean = product.mean(-1, keepdim=True)
+        d_x = torch.addcmul(upstream, rows, mean, value=-1, out=product).mul_(scale)
+        return _turn_(d_x, cos, -sin).to(out.dtype), None, None, None

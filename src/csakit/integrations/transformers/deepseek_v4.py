@@ -14,7 +14,9 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from csakit import Layout
+from csakit.backends.rows import accumulator
 from csakit.nn.functional import AttendInputs, IndexInputs, compressed_entries, index_inputs
+from csakit.nn.rotary import Angles, rotate
 
 from .forwards import Call
 from .protocol import LayerSite, Tap
@@ -134,7 +136,7 @@ def _project(module: Any, hidden_states: Tensor, q_residual: Tensor, call: Call)
         queries=module.q_b_proj,
         keys=lambda hidden: _entries(module, hidden, call, name="indexer", overlap=True),
         gate=module.scorer.weights_proj,
-        rotate=lambda q, positions: _rotate(module, q, positions, like=hidden_states, unsqueeze_dim=2),
+        rotate=lambda q, positions: _rotate(module, q, positions, like=hidden_states),
         width=module.head_dim,
         scale=module.scorer.softmax_scale * module.scorer.weights_scaling,
     )
@@ -154,7 +156,7 @@ def _entries(module: Any, hidden_states: Tensor, call: Call, *, name: str, overl
             positions,
             layout,
             norm=module.kv_norm,
-            rotate=lambda entries, at: _rotate(module, entries.unsqueeze(1), at, like=entries, unsqueeze_dim=1).squeeze(1),
+            rotate=lambda entries, at: _rotate(module, entries, at, like=entries),
             overlap=overlap,
         )
 
@@ -165,10 +167,10 @@ def _entries(module: Any, hidden_states: Tensor, call: Call, *, name: str, overl
     return past.entries(site.attention.layer_idx, name, values, gates, pool, ratio=site.ratio, overlap=overlap)
 
 
-def _rotate(module: Any, x: Tensor, position_ids: Tensor, *, like: Tensor, unsqueeze_dim: int) -> Tensor:
-    """The host's rotation of x. `like` gives angles their dtype, as in the host."""
-    cos, sin = module.rotary_emb(like, position_ids=position_ids, layer_type=module.rope_layer_type)
-    return _host().apply_rotary_pos_emb(x, cos.detach(), sin.detach(), unsqueeze_dim=unsqueeze_dim)
+def _rotate(module: Any, x: Tensor, position_ids: Tensor, *, like: Tensor) -> Tensor:
+    """The host's rotation (`apply_rotary_pos_emb`) of x [B, N, (I,) C]. `like` gives angles their dtype, as in the host."""
+    angles = module.rotary_emb(like, position_ids=position_ids, layer_type=module.rope_layer_type)
+    return rotate(x, Angles(*(angle.to(accumulator(angle)) for angle in angles)))
 
 
 def _host() -> Any:
