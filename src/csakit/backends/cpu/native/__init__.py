@@ -3,6 +3,7 @@
 build.py     compiles and loads the library
 calls.py     structs from tensors
 kernels.cpp  the kernels
+  simd.h       vectors; pairs.h: floats, or pairs of bfloat16, as elements of products; product.h: the one matrix product
   attention.h  what a query attends; forward.h, backward.h and teacher.h work on that
   scoring.h    index scores, the greatest of them, and their gradients
   objective.h  KL and its gradient, row by row

@@ -7,7 +7,7 @@
 #include <numeric>
 #include <vector>
 
-#include "simd.h"
+#include "pairs.h"
 
 namespace csakit {
 
@@ -49,8 +49,10 @@ class Buffer {  // scratch of one thread; grows, never shrinks
     long capacity_ = 0;
 };
 
-inline const float* float_row(const Array& x, long batch, long row, long group) {
-    return static_cast<const float*>(x.data) + batch * x.batch + row * x.row + group * x.group;
+template <class E>
+const E* row_of(const Array& x, long batch, long row, long group) {
+    using Number = std::conditional_t<std::is_same_v<E, float>, float, uint16_t>;
+    return reinterpret_cast<const E*>(static_cast<const Number*>(x.data) + batch * x.batch + row * x.row + group * x.group);
 }
 
 // Channels first .. first + count of a row as floats at `to`, whatever its type.
@@ -72,67 +74,77 @@ inline void store_row(const Array& x, long batch, long row, long group, const fl
         for (long d = 0; d < x.width; ++d) static_cast<float*>(x.data)[at + d] = from[d] * factor;
 }
 
-// Rows `first .. first + count` of the groups axis (heads of a token) as float pointers; bfloat16 is widened into the buffer.
-inline void head_rows(std::vector<const float*>& rows, Buffer& buffer, const Array& x, long batch, long token, long first, long count) {
+// Rows `first .. first + count` of the groups axis (heads of a token) as pointers; as floats, bfloat16 is widened into the buffer.
+template <class E>
+void head_rows(std::vector<const E*>& rows, Buffer& buffer, const Array& x, long batch, long token, long first, long count) {
     rows.resize(count);
-    float* copy = x.bfloat ? buffer.floats(count * x.width) : nullptr;
-    for (long h = 0; h < count; ++h) {
-        if (copy) copy_row(copy + h * x.width, x, batch, token, first + h);
-        rows[h] = copy ? copy + h * x.width : float_row(x, batch, token, first + h);
+    for (long h = 0; h < count; ++h) rows[h] = row_of<E>(x, batch, token, first + h);
+    if constexpr (std::is_same_v<E, float>) {
+        float* copy = x.bfloat ? buffer.floats(count * x.width) : nullptr;
+        for (long h = 0; h < count && copy; ++h, copy += x.width) {
+            copy_row(copy, x, batch, token, first + h);
+            rows[h] = copy;
+        }
     }
 }
 
-// Attended rows as float pointers. float32 rows whose width is whole vectors are used where they lie; others are copied, padded with
-// zeros. Copies of a window are kept for the neighbouring queries that share most of it.
+// Attended rows as pointers. Rows of the right type whose width is whole vectors are used where they lie, unless they are so wide that
+// those of a panel fall on each other in the first-level cache; others are copied, padded with zeros. Copies are kept for neighbouring
+// queries that share most of them.
+template <class E>
 class RowReader {
   public:
     explicit RowReader(const Array& x)
-        : x_(x), width_(padded(x.width)), stride_((width_ + 15) / 16 * 16 + 16), direct_(!x.bfloat && x.width % LANES == 0 && x.width <= 256) {}
+        : x_(x),
+          width_(elements<E>(padded(x.width))),
+          stride_((width_ + 15) / 16 * 16 + 16),
+          direct_(bool(x.bfloat) == std::is_same_v<E, Pair> && x.width % LANES == 0 && width_ <= 256) {}
 
-    bool direct() const { return direct_; }
-
-    // Makes rows first .. stop of a group the kept ones.
-    void keep(long batch, long group, long first, long stop) {
-        if (direct_ || stop - first > most_kept) {
-            kept_first_ = kept_stop_ = 0;
-            return;
-        }
-        float* to = kept_.floats((stop - first) * stride_);
+    // Makes rows first .. stop of a group the kept ones, if `uses` of them will be asked for.
+    void keep(long batch, long group, long first, long stop, long uses) {
+        kept_first_ = kept_stop_ = first;
+        if (direct_ || 2 * (stop - first) > uses || (stop - first) * stride_ > most_kept) return;
+        E* to = room(kept_, (stop - first) * stride_);
         for (long row = first; row < stop; ++row) copy(to + (row - first) * stride_, batch, row, group);
-        kept_first_ = first, kept_stop_ = stop;
-    }
-
-    void window(const float** to, long batch, long group, long first, long count) {
-        if (first >= kept_first_ && first + count <= kept_stop_) {
-            for (long n = 0; n < count; ++n) to[n] = kept_.get() + (first + n - kept_first_) * stride_;
-        } else {
-            rows(to, batch, group, count, [&](long n) { return first + n; });
-        }
+        kept_stop_ = stop;
     }
 
     template <class F>
-    void rows(const float** to, long batch, long group, long count, F row) {
+    void rows(const E** to, long batch, long group, long count, F row) {
         if (direct_) {
-            for (long n = 0; n < count; ++n) to[n] = float_row(x_, batch, row(n), group);
+            for (long n = 0; n < count; ++n) to[n] = row_of<E>(x_, batch, row(n), group);
             return;
         }
-        float* copies = gathered_.floats(count * stride_);
+        E* copies = room(gathered_, count * stride_);
+        const E* kept = reinterpret_cast<const E*>(kept_.get());
         for (long n = 0; n < count; ++n) {
-            copy(copies + n * stride_, batch, row(n), group);
-            to[n] = copies + n * stride_;
+            const long own = row(n);
+            if (own >= kept_first_ && own < kept_stop_) {
+                to[n] = kept + (own - kept_first_) * stride_;
+            } else {
+                copy(copies + n * stride_, batch, own, group);
+                to[n] = copies + n * stride_;
+            }
         }
     }
 
   private:
-    static constexpr long most_kept = 1024;
+    static constexpr long most_kept = 1l << 18;  // 1 MiB
 
-    void copy(float* to, long batch, long row, long group) const {
-        copy_row(to, x_, batch, row, group);
-        std::fill(to + x_.width, to + width_, 0.f);
+    static E* room(Buffer& buffer, long count) { return reinterpret_cast<E*>(buffer.floats(count)); }
+
+    void copy(E* to, long batch, long row, long group) const {
+        if constexpr (std::is_same_v<E, float>) {
+            copy_row(to, x_, batch, row, group);
+            std::fill(to + x_.width, to + width_, 0.f);
+        } else {
+            std::memcpy(static_cast<void*>(to), row_of<E>(x_, batch, row, group), x_.width * 2);
+            std::memset(reinterpret_cast<char*>(to) + x_.width * 2, 0, (width_ * 2 - x_.width) * 2);
+        }
     }
 
     const Array& x_;
-    const long width_, stride_;
+    const long width_, stride_;  // in elements
     const bool direct_;
     Buffer kept_, gathered_;
     long kept_first_ = 0, kept_stop_ = 0;

@@ -68,26 +68,30 @@ struct Work {
 };
 
 // The rows one query attends, block by block.
+template <class E>
 class Memory {
   public:
     Memory(const Attention& p, const Shape& shape)
-        : p_(p), shape_(shape), keys_{RowReader(p.kv), RowReader(p.entries)}, values_{RowReader(p.values), RowReader(p.entry_values)} {
-        key.resize(shape.step), value.resize(shape.step);
+        : p_(p), shape_(shape), keys_{RowReader<E>(p.kv), RowReader<E>(p.entries)}, values_{RowReader<E>(p.values), RowReader<E>(p.entry_values)} {
+        key.resize(shape.step + 1), value.resize(shape.step + 1);
     }
 
-    std::vector<const float*> key, value;  // of the block fetched last
+    std::vector<const E*> key, value;  // of the block fetched last, the last one twice: pairs of rows need an even number
 
-    // The rows of the windows of queries begin .. end.
-    void keep_window(long batch, long begin, long end, long group) {
-        long first = std::numeric_limits<long>::max(), stop = 0;
-        for (long t = begin; t < end; ++t) {
-            const long at = batch * p_.tokens + t, count = window_count(p_, at, t);
-            if (!p_.ranges.valid[at] || !count) continue;
-            first = std::min(first, window_first(p_, at)), stop = std::max(stop, window_first(p_, at) + count);
+    // What queries begin .. end will ask for most of all is made ready.
+    void keep(long batch, long begin, long end, long group) {
+        for (const bool window : {true, false}) {
+            long first = std::numeric_limits<long>::max(), stop = 0, uses = 0;
+            for (long t = begin; t < end; ++t) {
+                const long at = batch * p_.tokens + t, from = window ? window_first(p_, at) : std::max(p_.ranges.entry_start[at], 0);
+                const long count = window ? window_count(p_, at, t) : entry_stop(p_, at) - from;
+                if (!p_.ranges.valid[at] || count <= 0) continue;
+                first = std::min(first, from), stop = std::max(stop, from + count);
+                uses += !window && p_.indices.data ? std::min<long>(count, p_.indices.slots) : count;
+            }
+            keys_[!window].keep(batch, group, std::min(first, stop), stop, uses);
+            if (window ? p_.values.data : p_.entry_values.data) values_[!window].keep(batch, group, std::min(first, stop), stop, uses);
         }
-        if (first >= stop) return;
-        keys_[0].keep(batch, group, first, stop);
-        if (p_.values.data) values_[0].keep(batch, group, first, stop);
     }
 
     void find(Unit& unit) const {
@@ -105,11 +109,12 @@ class Memory {
 
     void fetch(const Unit& unit, bool window, long first, long count) {
         const long group = shape_.group(p_, unit.piece);
-        const auto read = [&](RowReader& reader, std::vector<const float*>& to) {
+        const auto read = [&](RowReader<E>& reader, std::vector<const E*>& to) {
             if (window)
-                reader.window(to.data(), unit.batch, group, unit.window_first + first, count);
+                reader.rows(to.data(), unit.batch, group, count, [&](long n) { return unit.window_first + first + n; });
             else
                 reader.rows(to.data(), unit.batch, group, count, [&](long n) { return unit.entry(first + n); });
+            to[count] = to[count - 1];
         };
         read(keys_[!window], key);
         if (window ? p_.values.data : p_.entry_values.data)
@@ -148,8 +153,15 @@ class Memory {
 
     const Attention& p_;
     const Shape& shape_;
-    RowReader keys_[2], values_[2];  // window, entries
+    RowReader<E> keys_[2], values_[2];  // window, entries
 };
+
+// Whether everything is bfloat16 and falls into pairs.
+inline bool in_pairs(const Attention& p) {
+    for (const Array* x : {&p.q, &p.kv, &p.entries, &p.values, &p.entry_values, &p.d_out})
+        if (x->data && (!x->bfloat || x->width % 2)) return false;
+    return p.value_width % 2 == 0;
+}
 
 template <class T>
 void point(std::vector<T*>& to, T* first, long count, long stride) {

@@ -24,7 +24,8 @@ import torch
 
 SOURCES = pathlib.Path(__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-ffp-contract=fast", "-Wno-psabi")
-LEVELS = {"avx2": ("-mavx2", "-mfma"), "avx512": ("-mavx512f", "-mavx512vl", "-mavx512bw", "-mavx512dq", "-mfma")}
+AVX512 = ("-mavx512f", "-mavx512vl", "-mavx512bw", "-mavx512dq", "-mfma")
+LEVELS = {"avx2": ("-mavx2", "-mfma"), "avx512": AVX512, "avx512_bf16": (*AVX512, "-mavx512bf16")}
 FUNCTIONS = tuple(f"csakit_{name}" for name in ("attend", "attend_backward", "log_mass", "score", "score_backward", "objective"))
 
 
@@ -33,14 +34,16 @@ class Unavailable(RuntimeError):
 
 
 def level() -> str:
-    """The vector instructions to compile for: "avx512" or "avx2", as this processor has them.
+    """The vector instructions to compile for: "avx512_bf16", "avx512" or "avx2", as this processor has them.
 
     Raises:
-        Unavailable: the processor has neither.
+        Unavailable: the processor has none of them.
     """
     found = torch.backends.cpu.get_cpu_capability()
     if platform.machine().lower() not in ("x86_64", "amd64") or found not in ("AVX2", "AVX512"):
         raise Unavailable(f"the kernels need an x86 processor with AVX2 or AVX512; this is {platform.machine()} with {found}")
+    if found == "AVX512" and torch.cpu.get_capabilities().get("avx512_bf16"):
+        return "avx512_bf16"  # pairs of bfloat16 at twice the rate of floats; weights are rounded to bfloat16 for it
     return found.lower()
 
 
@@ -93,7 +96,15 @@ def load() -> ctypes.CDLL:
     Raises:
         Unavailable: as `library`; or what was built cannot be loaded.
     """
-    path = library()
+    return opened(library())
+
+
+def opened(path: pathlib.Path) -> ctypes.CDLL:
+    """A compiled library, loaded.
+
+    Raises:
+        Unavailable: it cannot be.
+    """
     try:
         loaded = ctypes.CDLL(str(path))
     except OSError as error:

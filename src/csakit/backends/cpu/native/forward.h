@@ -7,6 +7,7 @@
 namespace csakit {
 namespace {
 
+template <class E>
 class Forward {
   public:
     explicit Forward(const Attention& p) : p_(p), shape_(p), memory_(p, shape_) {
@@ -16,12 +17,13 @@ class Forward {
         scores_.floats((most_ + 2 * shape_.step) * h);
         out_.floats(h * padded(shape_.value_width));
         packed_.floats(h * shape_.width);
+        left_.floats(shape_.step * h);
     }
 
     void run(const Block& block) {
         for (long piece = 0, kept = -1; piece < shape_.pieces; ++piece) {
             const long group = shape_.group(p_, piece);
-            if (group != kept) memory_.keep_window(block.batch, block.begin, block.end, kept = group);
+            if (group != kept) memory_.keep(block.batch, block.begin, block.end, kept = group);
             for (long t = block.begin; t < block.end; ++t) {
                 unit_.batch = block.batch, unit_.token = t, unit_.piece = piece;
                 if (p_.ranges.valid[block.batch * p_.tokens + t])
@@ -43,7 +45,7 @@ class Forward {
     void query() {
         memory_.find(unit_);
         head_rows(q_, widened_, p_.q, unit_.batch, unit_.token, first_head(), shape_.heads);
-        pack_transposed(packed_.get(), q_.data(), shape_.heads, shape_.width, float(p_.scale));
+        pack_transposed(packed(), q_.data(), shape_.heads, elements<E>(shape_.width));
         for (long h = 0; h < shape_.columns; ++h) {
             const float sink = p_.sink && h < shape_.heads ? p_.sink[first_head() + h] : -INF;
             top_.get()[h] = std::isfinite(sink) ? sink : -INF;
@@ -55,7 +57,7 @@ class Forward {
             // the weights of entries stay until the log-mass is made
             float* weights = scores_.get() + (p_.mass && first >= unit_.window ? first - unit_.window : most_) * shape_.columns;
             point(rows_, weights, count, shape_.columns);
-            dots(count, memory_.key.data(), packed_.get(), shape_.heads, shape_.width, rows_.data(), 0);
+            dots(count, memory_.key.data(), packed(), shape_.heads, elements<E>(shape_.width), rows_.data(), 0);
             soften(weights, count, started);
             if (p_.mass && first >= unit_.window) tops_.insert(tops_.end(), top_.get(), top_.get() + shape_.columns);
             add_values(weights, count, started);
@@ -65,14 +67,15 @@ class Forward {
         if (p_.mass) log_mass();
     }
 
-    // scores -> exp(score - top) with the top so far; what has been summed under an earlier top is scaled.
-    void soften(float* scores, long count, bool started) {
+    // products -> exp(scale * product - top) with the top so far; what has been summed under an earlier top is scaled.
+    void soften(float* products, long count, bool started) {
         const long columns = shape_.columns;
+        const float scale = float(p_.scale);
         bool rescale = false;
         for (long h = 0; h < columns; h += LANES) {
             const Vec before = load(top_.get() + h);
             Vec top = before;
-            for (long n = 0; n < count; ++n) top = greater(load(scores + n * columns + h), top);
+            for (long n = 0; n < count; ++n) top = greater(load(products + n * columns + h) * scale, top);
             store(top_.get() + h, top);
             const Vec base = top == -INF ? Vec{} : top;
             const Vec factor = exponential(before - base);
@@ -80,8 +83,8 @@ class Forward {
             for (long i = 0; i < LANES; ++i) rescale |= factor[i] != 1.f;
             Vec total = load(total_.get() + h) * factor;
             for (long n = 0; n < count; ++n) {
-                const Vec e = exponential(load(scores + n * columns + h) - base);
-                store(scores + n * columns + h, e);
+                const Vec e = exponential(load(products + n * columns + h) * scale - base);
+                store(products + n * columns + h, e);
                 total += e;
             }
             store(total_.get() + h, total);
@@ -95,11 +98,12 @@ class Forward {
     }
 
     void add_values(const float* weights, long count, bool started) {
-        point(columns_, weights, shape_.heads, 1);
+        E* const buffer = reinterpret_cast<E*>(left_.get());
+        point(columns_, along_rows(buffer, weights, shape_.columns, count, shape_.columns), shape_.heads, 1);
         point(outs_, out_.get(), shape_.heads, padded(shape_.value_width));
         for_panels(shape_.value_width, [&](long first, long columns) {
-            const Scattered b{memory_.value.data(), first};
-            product(shape_.heads, columns_.data(), 0, shape_.columns, b, count, outs_.data(), first, columns, started);
+            const Rows<E> b{memory_.value.data(), first};
+            product(shape_.heads, columns_.data(), 0, shape_.columns, b, elements<E>(count), outs_.data(), first, columns, started);
         });
     }
 
@@ -173,12 +177,13 @@ class Forward {
     float exact_log_mass(long j) {
         memory_.fetch(unit_, false, j, 1);
         float *c = scores_.get() + most_ * shape_.columns, own[LANES] = {}, total[LANES] = {};
-        dots(1, memory_.key.data(), packed_.get(), shape_.heads, shape_.width, &c, 0);
+        dots(1, memory_.key.data(), packed(), shape_.heads, elements<E>(shape_.width), &c, 0);
         ready_lse(moment_.get(), lse(), shape_.heads, shape_.columns);
-        log_mass_of(own, total, c, 1, shape_.columns, moment_.get());
+        log_mass_of(own, total, c, 1, shape_.columns, float(p_.scale), moment_.get());
         return own[0];
     }
 
+    E* packed() const { return reinterpret_cast<E*>(packed_.get()); }
     static float base(float top) { return top == -INF ? 0 : top; }
     long first_head() const { return unit_.piece * shape_.heads; }
     float* lse() const { return p_.lse + (unit_.batch * p_.tokens + unit_.token) * p_.heads + first_head(); }
@@ -189,12 +194,12 @@ class Forward {
 
     const Attention& p_;
     const Shape shape_;
-    Memory memory_;
+    Memory<E> memory_;
     Unit unit_;
     long most_;
-    Buffer scores_, out_, packed_, widened_, top_, total_, factor_, moment_, sums_, logs_;
+    Buffer scores_, out_, packed_, left_, widened_, top_, total_, factor_, moment_, sums_, logs_;
     std::vector<float> tops_;
-    std::vector<const float*> q_, columns_;
+    std::vector<const E*> q_, columns_;
     std::vector<float*> rows_, outs_;
 };
 
@@ -203,9 +208,11 @@ class Forward {
 void attend(const Attention& p) {
     const Blocks blocks{p.batch, p.tokens, 16};
     const long threads = useful_threads(p.threads, 2 * Work(p).rows * p.heads * p.q.width, blocks.count());
-    std::vector<std::unique_ptr<Forward>> workers;
-    for (long i = 0; i < threads; ++i) workers.push_back(std::make_unique<Forward>(p));
-    for_blocks(blocks, threads, [&](long number, const Block& block) { workers[number]->run(block); });
+    with_elements(in_pairs(p), [&](auto element) {
+        std::vector<std::unique_ptr<Forward<decltype(element)>>> workers;
+        for (long i = 0; i < threads; ++i) workers.push_back(std::make_unique<Forward<decltype(element)>>(p));
+        for_blocks(blocks, threads, [&](long number, const Block& block) { workers[number]->run(block); });
+    });
 }
 
 }  // namespace csakit

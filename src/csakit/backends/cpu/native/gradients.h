@@ -25,46 +25,75 @@ struct Unit {  // what one query (and one group of its heads) adds to the gradie
 };
 
 // Rows of weights and of the gradient of one unit. Of the part `part` of `parts` only, by row number.
+template <class E>
 struct Targets {
-    std::vector<const float*> weights;
+    std::vector<const E*> weights;
     std::vector<float*> rows;
 
     void collect(const Unit& unit, long columns, const Array& window, const Array& entries, long group, long part, long parts) {
         weights.clear(), rows.clear();
         const auto add = [&](long n, long row, const Array& to) {
             if (parts > 1 && (row >> 5) % parts != part) return;
-            weights.push_back(unit.weights.get() + n * columns);
-            rows.push_back(const_cast<float*>(float_row(to, unit.batch, row, group)));
+            weights.push_back(reinterpret_cast<const E*>(unit.weights.get()) + n * columns);
+            rows.push_back(const_cast<float*>(row_of<float>(to, unit.batch, row, group)));
         };
         for (long n = 0; n < unit.window; ++n) add(n, unit.window_first + n, window);
         for (long n = 0; n < unit.entry_count; ++n) add(unit.window + n, unit.entry(n), entries);
     }
 };
 
+// Heads first .. first + count of a query's row of x; null: none of them.
+struct Heads {
+    const Array* x;
+    long first, count;
+};
+
 // Columns of rows that are too far apart for the processor to fetch ahead: so the lines of the next panel are asked for here.
 template <long N>
-__attribute__((noinline)) void copy_panel(float* to, const float* from, long stride, long rows, float factor) {
+__attribute__((noinline)) void copy_panel(float* to, const float* from, long stride, long rows) {
     for (long r = 0; r < rows; ++r, from += stride, to += N * LANES) {
         __builtin_prefetch(from + N * LANES);
-        for (long n = 0; n < N; ++n) store(to + n * LANES, load(from + n * LANES) * factor);
+        for (long n = 0; n < N; ++n) store(to + n * LANES, load(from + n * LANES));
     }
 }
 
-// Columns first .. first + columns of the heads of a query, each times factor, at to[.][columns]; zeros in the padding. Returns the end.
-inline float* pack_panel(float* to, const Array& x, const Unit& unit, long head, long count, long first, long columns, float factor) {
+// Columns first .. first + columns of heads, at to[.][columns]; zeros in the padding to `rows`. Returns the end.
+inline float* pack_heads(float* to, const Heads& heads, const Unit& unit, long rows, long first, long columns) {
+    if (!heads.x) return to;
+    const Array& x = *heads.x;
     const long live = std::clamp<long>(x.width - first, 0, columns);
-    float* const end = to + count * columns;
+    float* const end = to + heads.count * columns;
     if (!x.bfloat && live == columns) {
         const auto copy = columns == PANEL ? copy_panel<2> : copy_panel<1>;
-        copy(to, float_row(x, unit.batch, unit.token, head) + first, x.group, count, factor);
+        copy(to, row_of<float>(x, unit.batch, unit.token, heads.first) + first, x.group, heads.count);
     } else {
-        for (long h = head; to < end; ++h, to += columns) {
+        for (long h = heads.first; to < end; ++h, to += columns) {
             copy_columns(to, x, unit.batch, unit.token, h, first, live);
             std::fill(to + live, to + columns, 0.f);
-            for (long d = 0; d < columns; d += LANES) store(to + d, load(to + d) * factor);
         }
     }
-    return std::fill_n(end, (padded(count) - count) * columns, 0.f);
+    return std::fill_n(end, (rows - heads.count) * columns, 0.f);
+}
+
+// The right operand of the second phase, `rows` rows of each part, laid out to fit weights [n][a's rows, b's rows]. Returns its depth.
+inline long pack_panel(float* to, const Heads& a, const Heads& b, const Unit& unit, long rows, long first, long columns) {
+    return (pack_heads(pack_heads(to, a, unit, rows, first, columns), b, unit, rows, first, columns) - to) / columns;
+}
+
+inline IntVec half_words(const Heads& heads, const Unit& unit, long h, long first) {
+    if (!heads.x || h >= heads.count || first >= heads.x->width) return IntVec{};
+    const auto* row = reinterpret_cast<const uint16_t*>(row_of<Pair>(*heads.x, unit.batch, unit.token, heads.first + h)) + first;
+    if (first + LANES <= heads.x->width) return half_words(row);
+    uint16_t some[LANES] = {};
+    std::copy_n(row, heads.x->width - first, some);
+    return half_words(some);
+}
+
+inline long pack_panel(Pair* to, const Heads& a, const Heads& b, const Unit& unit, long rows, long first, long columns) {
+    for (long h = 0; h < rows; ++h, to += columns)
+        for (long d = 0; d < columns; d += LANES)
+            store_elements(to + d, paired(half_words(a, unit, h, first + d), half_words(b, unit, h, first + d)));
+    return rows;
 }
 
 // What one thread does in the second phase: some panels of channels, and with more threads than panels some of the rows.

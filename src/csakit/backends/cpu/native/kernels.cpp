@@ -7,6 +7,7 @@
 
 extern "C" {
 long csakit_lanes() { return csakit::LANES; }
+long csakit_pairs() { return csakit::PAIRS; }  // whether bfloat16 is multiplied in pairs
 void csakit_attend(const csakit::Attention* p) { csakit::attend(*p); }
 void csakit_attend_backward(const csakit::Attention* p) { csakit::attend_backward(*p); }
 void csakit_log_mass(const csakit::Attention* p) { csakit::log_mass(*p); }

@@ -19,9 +19,9 @@ struct Objective {
 
 namespace {
 
-class Rows {
+class Divergences {
   public:
-    explicit Rows(const Objective& p) : p_(p), width_(padded(p.slots)) {
+    explicit Divergences(const Objective& p) : p_(p), width_(padded(p.slots)) {
         for (Buffer* x : {&scores_, &mass_, &student_, &teacher_}) x->floats(width_);
     }
 
@@ -106,8 +106,8 @@ class Rows {
 void objective(const Objective& p) {
     const Blocks blocks{1, p.rows, 16};
     const long threads = useful_threads(p.threads, p.rows * p.sets * p.slots * 64, blocks.count());
-    std::vector<std::unique_ptr<Rows>> workers;
-    for (long i = 0; i < threads; ++i) workers.push_back(std::make_unique<Rows>(p));
+    std::vector<std::unique_ptr<Divergences>> workers;
+    for (long i = 0; i < threads; ++i) workers.push_back(std::make_unique<Divergences>(p));
     for_blocks(blocks, threads, [&](long number, const Block& block) {
         for (long row = block.begin; row < block.end; ++row) workers[number]->run(row);
     });

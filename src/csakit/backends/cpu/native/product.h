@@ -2,46 +2,61 @@
 //
 //   c[m][j] (+)= sum_k a[m][k * step] * b(k)[j]        m < rows, k < depth, j < columns
 //
+// Elements of a and b are floats, or pairs of bfloat16 whose two products are added.
 // The rows of a and c are given by pointers. So attended rows are used where they lie, gradients are added where they belong, and
 // [n][heads] serves as it is (step 1) and transposed (step = heads). A register tile holds TILE_ROWS x PANEL of c.
 #pragma once
 
 #include <algorithm>
 
-#include "simd.h"
+#include "pairs.h"
 
 namespace csakit {
 
+template <class E>
 struct Packed {  // rows of b one after another
-    const float* data;
+    const E* data;
     long stride;
-    const float* operator()(long k) const { return data + k * stride; }
+    auto operator()(long k, long n) const { return load_elements(data + k * stride + n * LANES); }
 };
 
-struct Scattered {  // rows of b anywhere
+template <class E>
+struct Rows;  // rows of b anywhere
+
+template <>
+struct Rows<float> {
     const float* const* data;
     long column;
-    const float* operator()(long k) const { return data[k] + column; }
+    Vec operator()(long k, long n) const { return load(data[k] + column + n * LANES); }
 };
 
-template <long M, long N, class B>
-inline __attribute__((always_inline)) void accumulate(Vec (&total)[M][N], const float* const* a, long a_column, long step, B b, long depth) {
-    const float* left[M];
+template <>
+struct Rows<Pair> {  // two rows at a step
+    const Pair* const* data;
+    long column;
+    IntVec operator()(long k, long n) const {
+        const auto row = [&](long r) { return half_words(reinterpret_cast<const uint16_t*>(data[r]) + column + n * LANES); };
+        return paired(row(2 * k), row(2 * k + 1));
+    }
+};
+
+template <long M, long N, class E, class B>
+inline __attribute__((always_inline)) void accumulate(Vec (&total)[M][N], const E* const* a, long a_column, long step, B b, long depth) {
+    const E* left[M];
     for (long m = 0; m < M; ++m) {
         left[m] = a[m] + a_column;
         for (long n = 0; n < N; ++n) total[m][n] = Vec{};
     }
     for (long k = 0; k < depth; ++k) {
-        const float* row = b(k);
-        Vec right[N];
-        for (long n = 0; n < N; ++n) right[n] = load(row + n * LANES);
+        decltype(b(0, 0)) right[N];
+        for (long n = 0; n < N; ++n) right[n] = b(k, n);
         for (long m = 0; m < M; ++m)
-            for (long n = 0; n < N; ++n) total[m][n] += left[m][k * step] * right[n];
+            for (long n = 0; n < N; ++n) total[m][n] = multiply_add(total[m][n], left[m][k * step], right[n]);
     }
 }
 
-template <long M, long N, class B>
-__attribute__((noinline)) void tile(const float* const* a, long a_column, long step, B b, long depth, float* const* c, long c_column, bool add) {
+template <long M, long N, class E, class B>
+__attribute__((noinline)) void tile(const E* const* a, long a_column, long step, B b, long depth, float* const* c, long c_column, bool add) {
     Vec total[M][N];
     accumulate<M, N>(total, a, a_column, step, b, depth);
     for (long m = 0; m < M; ++m)
@@ -51,25 +66,25 @@ __attribute__((noinline)) void tile(const float* const* a, long a_column, long s
         }
 }
 
-template <long M, long N, class B>
-void tile_of(long rows, const float* const* a, long a_column, long step, B b, long depth, float* const* c, long c_column, bool add) {
+template <long M, long N, class E, class B>
+void tile_of(long rows, const E* const* a, long a_column, long step, B b, long depth, float* const* c, long c_column, bool add) {
     if (rows == M)
-        tile<M, N, B>(a, a_column, step, b, depth, c, c_column, add);
+        tile<M, N>(a, a_column, step, b, depth, c, c_column, add);
     else if constexpr (M > 1)
-        tile_of<M - 1, N, B>(rows, a, a_column, step, b, depth, c, c_column, add);
+        tile_of<M - 1, N>(rows, a, a_column, step, b, depth, c, c_column, add);
 }
 
 // columns is LANES or PANEL.
-template <class B>
-__attribute__((noinline)) void product(long rows, const float* const* a, long a_column, long step, B b, long depth, float* const* c, long c_column, long columns,
+template <class E, class B>
+__attribute__((noinline)) void product(long rows, const E* const* a, long a_column, long step, B b, long depth, float* const* c, long c_column, long columns,
              bool add) {
     const long tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
     for (long t = 0, m = 0; t < tiles; ++t) {
         const long count = rows / tiles + (t < rows % tiles);  // tiles of nearly equal height: no thin one at the end
         if (columns == PANEL)
-            tile_of<TILE_ROWS, 2, B>(count, a + m, a_column, step, b, depth, c + m, c_column, add);
+            tile_of<TILE_ROWS, 2>(count, a + m, a_column, step, b, depth, c + m, c_column, add);
         else
-            tile_of<TILE_ROWS, 1, B>(count, a + m, a_column, step, b, depth, c + m, c_column, add);
+            tile_of<TILE_ROWS, 1>(count, a + m, a_column, step, b, depth, c + m, c_column, add);
         m += count;
     }
 }
@@ -81,28 +96,31 @@ void for_panels(long width, F f) {
 }
 
 // Rows of a small matrix [rows][width] as the right operand that turns a product into dots with them: for each panel of rows
-// [width][columns], times factor, padded with zeros. `to` holds width * padded(rows) floats.
-inline void pack_transposed(float* to, const float* const* from, long rows, long width, float factor) {
+// [width][columns], padded with zeros. `to` holds width * padded(rows) elements.
+template <class E>
+void pack_transposed(E* to, const E* const* from, long rows, long width) {
     for_panels(rows, [&](long first, long columns) {
-        float* panel = to + first * width;
+        E* panel = to + first * width;
         for (long r = 0; r < columns; r += 8) {
             const long live = std::clamp<long>(rows - first - r, 0, 8);
-            const float* const* block = from + first + r;
+            const E* const* block = from + first + r;
             long d = 0;
             if (live == 8)
-                for (; d + 8 <= width; d += 8) transpose8(panel + d * columns + r, columns, block, d, factor);
+                for (; d + 8 <= width; d += 8)
+                    transpose8(reinterpret_cast<float*>(panel + d * columns + r), columns, reinterpret_cast<const float* const*>(block), d);
             for (; d < width; ++d)
-                for (long i = 0; i < 8; ++i) panel[d * columns + r + i] = i < live ? block[i][d] * factor : 0;
+                for (long i = 0; i < 8; ++i) panel[d * columns + r + i] = i < live ? block[i][d] : E{};
         }
     });
 }
 
 // c[n][h] = rows[n] . q[h] for a q that pack_transposed has laid out.
-inline void dots(long count, const float* const* rows, const float* packed, long heads, long width, float* const* c, long c_column) {
+template <class E>
+void dots(long count, const E* const* rows, const E* packed, long heads, long width, float* const* c, long c_column) {
     const long depth = 256;  // of a panel that stays in the first-level cache together with the rows that pass by
     for_panels(heads, [&](long first, long columns) {
         for (long d = 0; d < width; d += depth) {
-            const Packed b{packed + first * width + d * columns, columns};
+            const Packed<E> b{packed + first * width + d * columns, columns};
             product(count, rows, d, 1, b, std::min(depth, width - d), c, c_column + first, columns, d > 0);
         }
     });

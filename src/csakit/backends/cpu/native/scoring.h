@@ -51,8 +51,8 @@ struct ScoreWork {
     }
 };
 
-template <long M, long N>
-__attribute__((noinline)) void weighted_tile(const float* const* q, const Packed& keys, long width, const float* weights, bool relu, Vec (&score)[N]) {
+template <long M, long N, class E>
+__attribute__((noinline)) void weighted_tile(const E* const* q, const Packed<E>& keys, long width, const float* weights, bool relu, Vec (&score)[N]) {
     Vec total[M][N];
     accumulate<M, N>(total, q, 0, 1, keys, width);
     for (long m = 0; m < M; ++m)
@@ -62,8 +62,8 @@ __attribute__((noinline)) void weighted_tile(const float* const* q, const Packed
         }
 }
 
-template <long M, long N>
-void weighted_tile_of(long rows, const float* const* q, const Packed& keys, long width, const float* weights, bool relu, Vec (&score)[N]) {
+template <long M, long N, class E>
+void weighted_tile_of(long rows, const E* const* q, const Packed<E>& keys, long width, const float* weights, bool relu, Vec (&score)[N]) {
     if (rows == M)
         weighted_tile<M, N>(q, keys, width, weights, relu, score);
     else if constexpr (M > 1)
@@ -71,8 +71,8 @@ void weighted_tile_of(long rows, const float* const* q, const Packed& keys, long
 }
 
 // Scores of N vectors of keys for the heads of one set, before the scale.
-template <long N>
-void score_keys(long heads, const float* const* q, const Packed& keys, long width, const float* weights, bool relu, float* to) {
+template <long N, class E>
+void score_keys(long heads, const E* const* q, const Packed<E>& keys, long width, const float* weights, bool relu, float* to) {
     Vec score[N] = {};
     const long tiles = (heads + TILE_ROWS - 1) / TILE_ROWS;
     for (long t = 0, m = 0; t < tiles; ++t) {
@@ -83,9 +83,13 @@ void score_keys(long heads, const float* const* q, const Packed& keys, long widt
     for (long n = 0; n < N; ++n) store(to + n * LANES, score[n]);
 }
 
+// Whether everything is bfloat16 and falls into pairs.
+inline bool in_pairs(const Scoring& p) { return p.q.bfloat && p.k.bfloat && p.k.width % 2 == 0; }
+
+template <class E>
 class Scorer {
   public:
-    explicit Scorer(const Scoring& p) : p_(p), heads_(p.heads / p.sets), ones_(heads_, 1.f) {}
+    explicit Scorer(const Scoring& p) : p_(p), heads_(p.heads / p.sets), width_(elements<E>(p.k.width)), ones_(heads_, 1.f) {}
 
     void run(const Block& block) {
         Span all{std::numeric_limits<long>::max(), 0};
@@ -99,7 +103,7 @@ class Scorer {
         for (long first = all.begin; first < all.end; first += keys_at_once) {
             const long count = std::min(keys_at_once, all.end - first);
             key_rows(block.batch, first, count);
-            pack_transposed(keys_.get(), rows_.data(), count, p_.k.width, 1);
+            pack_transposed(keys(), rows_.data(), count, width_);
             for (long t = block.begin; t < block.end; ++t) {
                 const Span own = visible(p_, block.batch, t);
                 if (own.begin >= first + count || own.end <= first || !own.count()) continue;
@@ -128,10 +132,13 @@ class Scorer {
 
     void key_rows(long batch, long first, long count) {
         rows_.resize(count);
-        float* copy = p_.k.bfloat ? widened_keys_.floats(count * p_.k.width) : nullptr;
-        for (long n = 0; n < count; ++n) {
-            if (copy) copy_row(copy + n * p_.k.width, p_.k, batch, first + n, 0);
-            rows_[n] = copy ? copy + n * p_.k.width : float_row(p_.k, batch, first + n, 0);
+        for (long n = 0; n < count; ++n) rows_[n] = row_of<E>(p_.k, batch, first + n, 0);
+        if constexpr (std::is_same_v<E, float>) {
+            float* copy = p_.k.bfloat ? widened_keys_.floats(count * p_.k.width) : nullptr;
+            for (long n = 0; n < count && copy; ++n, copy += p_.k.width) {
+                copy_row(copy, p_.k, batch, first + n, 0);
+                rows_[n] = copy;
+            }
         }
     }
 
@@ -139,9 +146,9 @@ class Scorer {
         const float* weights = p_.weights ? p_.weights + at * p_.heads + set * heads_ : ones_.data();
         for_panels(count, [&](long n, long columns) {
             if (own.begin >= first + n + columns || own.end <= first + n) return;
-            const Packed keys{keys_.get() + n * p_.k.width, columns};
-            const auto f = columns == PANEL ? score_keys<2> : score_keys<1>;
-            f(heads_, q_.data() + set * heads_, keys, p_.k.width, weights, p_.relu, to + n);
+            const Packed<E> panel{keys() + n * width_, columns};
+            const auto f = columns == PANEL ? score_keys<2, E> : score_keys<1, E>;
+            f(heads_, q_.data() + set * heads_, panel, width_, weights, p_.relu, to + n);
         });
     }
 
@@ -169,20 +176,24 @@ class Scorer {
         return uint64_t(~bits) << 32 | uint64_t(entry);
     }
 
+    E* keys() const { return reinterpret_cast<E*>(keys_.get()); }
+
     const Scoring& p_;
-    const long heads_;
+    const long heads_, width_;  // width in elements
     const std::vector<float> ones_;
     Buffer scores_, keys_, widened_, widened_keys_;
-    std::vector<const float*> rows_, q_;
+    std::vector<const E*> rows_, q_;
     std::vector<uint64_t> order_;
 };
 
+template <class E>
 class ScoreBackward {
   public:
-    explicit ScoreBackward(const Scoring& p) : p_(p), heads_(p.heads / p.sets), columns_(padded(heads_)), keys_(p.k) {
+    explicit ScoreBackward(const Scoring& p)
+        : p_(p), heads_(p.heads / p.sets), depth_(padded(elements<E>(heads_))), columns_(depth_ * (1 + in_pairs)), keys_(p.k) {
         packed_.floats(columns_ * p.k.width), panel_.floats(columns_ * PANEL), dq_.floats(columns_ * padded(p.k.width));
         weights_.floats(columns_), d_weights_.floats(columns_);
-        rows_.resize(step);
+        rows_.resize(step + 1), left_.floats(step * columns_);
     }
 
     // First phase: gradients of q and of the weights, and the gradients of the products [n][heads] of the queries of a block.
@@ -195,18 +206,22 @@ class ScoreBackward {
     }
 
     void add(const Unit& unit, const Share& share) {
+        const long head = unit.piece * heads_, first_half = in_pairs ? std::min(heads_, depth_) : heads_;
         share.for_parts(p_.k.width, [&](long part, auto for_each_panel) {
-            targets_.collect(unit, columns_, p_.d_k, p_.d_k, 0, part, share.parts);
+            targets_.collect(unit, depth_, p_.d_k, p_.d_k, 0, part, share.parts);
             for_each_panel([&](long first, long columns) {
-                pack_panel(panel_.get(), p_.q, unit, unit.piece * heads_, heads_, first, columns, 1);
-                product(targets_.rows.size(), targets_.weights.data(), 0, 1, Packed{panel_.get(), columns}, columns_, targets_.rows.data(),
-                        first, columns, true);
+                E* const panel = reinterpret_cast<E*>(panel_.get());
+                const Heads a{&p_.q, head, first_half}, b{in_pairs ? &p_.q : nullptr, head + first_half, heads_ - first_half};
+                pack_panel(panel, a, b, unit, depth_, first, columns);
+                product(targets_.rows.size(), targets_.weights.data(), 0, 1, Packed<E>{panel, columns}, depth_, targets_.rows.data(), first,
+                        columns, true);
             });
         });
     }
 
   private:
     static constexpr long step = 96;
+    static constexpr bool in_pairs = std::is_same_v<E, Pair>;
 
     void find(Unit& unit) {
         const Span own = visible(p_, unit.batch, unit.token);
@@ -234,7 +249,7 @@ class ScoreBackward {
         for (long i = 0; i < heads_; ++i) dqs_[i] = dq_.get() + i * padded(width);
         if (unit.count()) {
             head_rows(q_, widened_, p_.q, unit.batch, unit.token, head, heads_);
-            pack_transposed(packed_.get(), q_.data(), heads_, width, 1);
+            pack_transposed(packed(), q_.data(), heads_, elements<E>(width));
         } else {
             std::fill_n(dq_.get(), heads_ * padded(width), 0.f);
         }
@@ -243,16 +258,20 @@ class ScoreBackward {
             const long count = std::min(step, unit.count() - first);
             float* block = products + first * columns_;
             keys_.rows(rows_.data(), unit.batch, 0, count, [&](long n) { return unit.entry(first + n); });
+            rows_[count] = rows_[count - 1];
             to_.resize(count);
             for (long n = 0; n < count; ++n) to_[n] = block + n * columns_;
-            dots(count, rows_.data(), packed_.get(), heads_, width, to_.data(), 0);
+            dots(count, rows_.data(), packed(), heads_, elements<E>(width), to_.data(), 0);
             differentiate(block, slope_.data() + first, count);
+            const E* left = along_rows(reinterpret_cast<E*>(left_.get()), block, columns_, count, padded(heads_));
             from_.resize(heads_);
-            for (long i = 0; i < heads_; ++i) from_[i] = block + i;
+            for (long i = 0; i < heads_; ++i) from_[i] = left + i;
             for_panels(width, [&](long d, long columns) {
-                product(heads_, from_.data(), 0, columns_, Scattered{rows_.data(), d}, count, dqs_.data(), d, columns, first > 0);
+                const Rows<E> b{rows_.data(), d};
+                product(heads_, from_.data(), 0, columns_, b, elements<E>(count), dqs_.data(), d, columns, first > 0);
             });
         }
+        along_columns<E>(products, unit.count(), columns_);
         for (long i = 0; i < heads_; ++i) store_row(p_.d_q, unit.batch, unit.token, head + i, dqs_[i], 1);
         if (p_.d_weights) std::copy_n(d_weights_.get(), heads_, p_.d_weights + at * p_.heads + head);
     }
@@ -276,13 +295,15 @@ class ScoreBackward {
         }
     }
 
+    E* packed() const { return reinterpret_cast<E*>(packed_.get()); }
+
     const Scoring& p_;
-    const long heads_, columns_;
-    RowReader keys_;
-    Targets targets_;
-    Buffer packed_, panel_, dq_, weights_, d_weights_, widened_;
+    const long heads_, depth_, columns_;  // depth: of the sums over heads, in elements
+    RowReader<E> keys_;
+    Targets<E> targets_;
+    Buffer packed_, panel_, left_, dq_, weights_, d_weights_, widened_;
     std::vector<float> slope_;
-    std::vector<const float*> rows_, q_, from_;
+    std::vector<const E*> rows_, q_, from_;
     std::vector<float*> to_, dqs_;
 };
 
@@ -291,19 +312,23 @@ class ScoreBackward {
 void score(const Scoring& p) {
     const Blocks blocks{p.batch, p.tokens, 16};
     const long threads = useful_threads(p.threads, ScoreWork(p).rows * p.heads * p.k.width, blocks.count());
-    std::vector<std::unique_ptr<Scorer>> workers;
-    for (long i = 0; i < threads; ++i) workers.push_back(std::make_unique<Scorer>(p));
-    for_blocks(blocks, threads, [&](long number, const Block& block) { workers[number]->run(block); });
+    with_elements(in_pairs(p), [&](auto element) {
+        std::vector<std::unique_ptr<Scorer<decltype(element)>>> workers;
+        for (long i = 0; i < threads; ++i) workers.push_back(std::make_unique<Scorer<decltype(element)>>(p));
+        for_blocks(blocks, threads, [&](long number, const Block& block) { workers[number]->run(block); });
+    });
 }
 
 void score_backward(const Scoring& p) {
     const ScoreWork work(p);
     const long threads = useful_threads(p.threads, 3 * work.rows * p.heads * p.k.width, p.batch * p.tokens);
-    std::vector<std::unique_ptr<ScoreBackward>> workers;
-    for (long i = 0; i < threads; ++i) workers.push_back(std::make_unique<ScoreBackward>(p));
-    Rounds(p.batch, p.tokens, p.sets, work.most_rows * padded(p.heads / p.sets) * sizeof(float), threads)
-        .run([&](long number, const Block& block, Unit* units) { workers[number]->run(block, units); },
-             [&](long number, const Unit& unit) { workers[number]->add(unit, Share(number, threads, p.k.width)); }, [](const Unit&) {});
+    const Rounds rounds(p.batch, p.tokens, p.sets, work.most_rows * padded(p.heads / p.sets) * sizeof(float), threads);
+    with_elements(in_pairs(p), [&](auto element) {
+        std::vector<std::unique_ptr<ScoreBackward<decltype(element)>>> workers;
+        for (long i = 0; i < threads; ++i) workers.push_back(std::make_unique<ScoreBackward<decltype(element)>>(p));
+        rounds.run([&](long number, const Block& block, Unit* units) { workers[number]->run(block, units); },
+                   [&](long number, const Unit& unit) { workers[number]->add(unit, Share(number, threads, p.k.width)); }, [](const Unit&) {});
+    });
 }
 
 }  // namespace csakit

@@ -10,7 +10,7 @@
 
 namespace csakit {
 
-#ifdef __AVX512F__
+#if defined(__AVX512F__) || defined(CSAKIT_EMULATE)
 constexpr long LANES = 16, TILE_ROWS = 12;
 #else
 constexpr long LANES = 8, TILE_ROWS = 6;
@@ -25,23 +25,7 @@ typedef float MemoryVec __attribute__((vector_size(LANES * 4), aligned(4), may_a
 inline Vec load(const float* p) { return *reinterpret_cast<const MemoryVec*>(p); }
 inline void store(float* p, Vec x) { *reinterpret_cast<MemoryVec*>(p) = x; }
 inline Vec every(float x) { return x - Vec{}; }
-#ifdef __AVX512F__
-inline Vec greater(Vec x, Vec y) { return reinterpret_cast<Vec>(_mm512_max_ps(reinterpret_cast<__m512>(x), reinterpret_cast<__m512>(y))); }
-inline Vec smaller(Vec x, Vec y) { return reinterpret_cast<Vec>(_mm512_min_ps(reinterpret_cast<__m512>(x), reinterpret_cast<__m512>(y))); }
-#else
-inline Vec greater(Vec x, Vec y) { return reinterpret_cast<Vec>(_mm256_max_ps(reinterpret_cast<__m256>(x), reinterpret_cast<__m256>(y))); }
-inline Vec smaller(Vec x, Vec y) { return reinterpret_cast<Vec>(_mm256_min_ps(reinterpret_cast<__m256>(x), reinterpret_cast<__m256>(y))); }
-#endif  // both give y where either is NaN
-inline float sum(Vec x) {
-#ifdef __AVX512F__
-    return _mm512_reduce_add_ps(reinterpret_cast<__m512>(x));
-#else
-    const __m256 all = reinterpret_cast<__m256>(x);
-    const __m128 half = _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
-    const __m128 pair = _mm_add_ps(half, _mm_movehl_ps(half, half));
-    return _mm_cvtss_f32(_mm_add_ss(pair, _mm_movehdup_ps(pair)));
-#endif
-}
+inline long padded(long n) { return (n + LANES - 1) / LANES * LANES; }
 inline bool any(IntVec x) {
     int32_t all = 0;
     for (long i = 0; i < LANES; ++i) all |= x[i];
@@ -52,10 +36,9 @@ inline float greatest(Vec x) {  // not NaN, if greater has made x
     for (long i = 1; i < LANES; ++i) top = x[i] > top ? x[i] : top;
     return top;
 }
-inline long padded(long n) { return (n + LANES - 1) / LANES * LANES; }
 
-// lane i = sum of x[i]
-inline __m256 sums8(const __m256* x) {
+// x[0], .. x[7] -> their sums
+inline __m256 sums_of_8(const __m256* x) {
     __m256 pair[4], quad[2];
     for (int i = 0; i < 4; ++i) pair[i] = _mm256_add_ps(_mm256_unpacklo_ps(x[2 * i], x[2 * i + 1]), _mm256_unpackhi_ps(x[2 * i], x[2 * i + 1]));
     for (int i = 0; i < 2; ++i)
@@ -63,18 +46,58 @@ inline __m256 sums8(const __m256* x) {
     return _mm256_add_ps(_mm256_permute2f128_ps(quad[0], quad[1], 0x20), _mm256_permute2f128_ps(quad[0], quad[1], 0x31));
 }
 
+// What has instructions of its own:
+//   greater, smaller   y where either is NaN
+//   sum                of the lanes
+//   sums               lane i is the sum of x[i]
+//   half_words         LANES numbers of 16 bits as numbers of 32
+#if defined(__AVX512F__)
+inline Vec greater(Vec x, Vec y) { return reinterpret_cast<Vec>(_mm512_max_ps(reinterpret_cast<__m512>(x), reinterpret_cast<__m512>(y))); }
+inline Vec smaller(Vec x, Vec y) { return reinterpret_cast<Vec>(_mm512_min_ps(reinterpret_cast<__m512>(x), reinterpret_cast<__m512>(y))); }
+inline float sum(Vec x) { return _mm512_reduce_add_ps(reinterpret_cast<__m512>(x)); }
 inline Vec sums(const Vec (&x)[LANES]) {
-#ifdef __AVX512F__
     __m256 half[16];
     for (int i = 0; i < 16; ++i) {
         const __m512 all = reinterpret_cast<__m512>(x[i]);
         half[i] = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
     }
-    return reinterpret_cast<Vec>(_mm512_insertf32x8(_mm512_castps256_ps512(sums8(half)), sums8(half + 8), 1));
-#else
-    return reinterpret_cast<Vec>(sums8(reinterpret_cast<const __m256*>(x)));
-#endif
+    return reinterpret_cast<Vec>(_mm512_insertf32x8(_mm512_castps256_ps512(sums_of_8(half)), sums_of_8(half + 8), 1));
 }
+inline IntVec half_words(const uint16_t* p) {
+    return reinterpret_cast<IntVec>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))));
+}
+#elif defined(CSAKIT_EMULATE)  // the lanes of AVX512 on any processor, for tests
+inline Vec greater(Vec x, Vec y) { return x > y ? x : y; }
+inline Vec smaller(Vec x, Vec y) { return x < y ? x : y; }
+inline float sum(Vec x) {
+    float total = 0;
+    for (long i = 0; i < LANES; ++i) total += x[i];
+    return total;
+}
+inline Vec sums(const Vec (&x)[LANES]) {
+    Vec result{};
+    for (long i = 0; i < LANES; ++i) result[i] = sum(x[i]);
+    return result;
+}
+inline IntVec half_words(const uint16_t* p) {
+    IntVec result{};
+    for (long i = 0; i < LANES; ++i) result[i] = p[i];
+    return result;
+}
+#else
+inline Vec greater(Vec x, Vec y) { return reinterpret_cast<Vec>(_mm256_max_ps(reinterpret_cast<__m256>(x), reinterpret_cast<__m256>(y))); }
+inline Vec smaller(Vec x, Vec y) { return reinterpret_cast<Vec>(_mm256_min_ps(reinterpret_cast<__m256>(x), reinterpret_cast<__m256>(y))); }
+inline float sum(Vec x) {
+    const __m256 all = reinterpret_cast<__m256>(x);
+    const __m128 half = _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
+    const __m128 pair = _mm_add_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_add_ss(pair, _mm_movehdup_ps(pair)));
+}
+inline Vec sums(const Vec (&x)[LANES]) { return reinterpret_cast<Vec>(sums_of_8(reinterpret_cast<const __m256*>(x))); }
+inline IntVec half_words(const uint16_t* p) {
+    return reinterpret_cast<IntVec>(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+#endif
 
 // e^x within 2 units in the last place; 0 below -87.7 (where the true value is denormal), NaN for NaN.
 inline Vec exponential(Vec x) {
@@ -136,10 +159,10 @@ inline void widen(float* to, const uint16_t* from, long n) {
     for (; i < n; ++i) to[i] = to_float(from[i]);
 }
 
-// to[column * ld + row] = from[row][column] * factor of an 8 x 8 block
-inline void transpose8(float* to, long ld, const float* const* from, long column, float factor) {
+// to[column * ld + row] = from[row][column] of an 8 x 8 block of 4 bytes each
+inline void transpose8(float* to, long ld, const float* const* from, long column) {
     __m256 r[8], t[8];
-    for (int i = 0; i < 8; ++i) r[i] = _mm256_mul_ps(_mm256_loadu_ps(from[i] + column), _mm256_set1_ps(factor));
+    for (int i = 0; i < 8; ++i) r[i] = _mm256_loadu_ps(from[i] + column);
     for (int i = 0; i < 8; i += 2) t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]), t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
     for (int i = 0; i < 8; i += 4) {
         r[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44), r[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);

@@ -13,13 +13,13 @@ inline float log_of_sum(float x, float y) {
     return top == -INF ? x + y : float(top + std::log(std::exp(x - top) + std::exp(y - top)));
 }
 
-// logits [count][columns] of one query -> their log-mass; lse holds +inf in the padding, and for a head that attends nothing.
-void log_mass_of(float* to, float* sums, float* logits, long count, long columns, const float* lse) {
+// Products [count][columns] of one query -> their log-mass; lse holds +inf in the padding, and for a head that attends nothing.
+inline void log_mass_of(float* to, float* sums, float* products, long count, long columns, float scale, const float* lse) {
     for (long j = 0; j < count; ++j) {
-        float* x = logits + j * columns;
+        float* x = products + j * columns;
         Vec most = every(-INF), total{};
         for (long h = 0; h < columns; h += LANES) {
-            const Vec own = load(x + h) - load(lse + h);
+            const Vec own = load(x + h) * scale - load(lse + h);
             store(x + h, own);
             most = greater(own, most);
         }
@@ -41,6 +41,7 @@ inline void ready_lse(float* to, const float* lse, long heads, long columns) {
 }
 
 // From an lse that is given, for attention that ran elsewhere.
+template <class E>
 class Teacher {
   public:
     explicit Teacher(const Attention& p) : p_(p), shape_(p), memory_(p, shape_) {
@@ -67,12 +68,12 @@ class Teacher {
         memory_.find(unit_);
         if (!unit_.count()) return;
         head_rows(q_, widened_, p_.q, unit_.batch, unit_.token, head, shape_.heads);
-        pack_transposed(packed_.get(), q_.data(), shape_.heads, shape_.width, float(p_.scale));
+        pack_transposed(packed(), q_.data(), shape_.heads, elements<E>(shape_.width));
         ready_lse(lse_.get(), p_.lse + at * p_.heads + head, shape_.heads, shape_.columns);
         memory_.blocks(unit_, [&](long begin, long count) {
             point(rows_, scores_.get(), count, shape_.columns);
-            dots(count, memory_.key.data(), packed_.get(), shape_.heads, shape_.width, rows_.data(), 0);
-            log_mass_of(logs_.get(), sums_.get(), scores_.get(), count, shape_.columns, lse_.get());
+            dots(count, memory_.key.data(), packed(), shape_.heads, elements<E>(shape_.width), rows_.data(), 0);
+            log_mass_of(logs_.get(), sums_.get(), scores_.get(), count, shape_.columns, float(p_.scale), lse_.get());
             for (long j = 0; j < count; ++j) {
                 float& to = mass[p_.indices.data ? memory_.slots[begin + j] : unit_.entry(begin + j)];
                 to = first ? logs_.get()[j] : log_of_sum(to, logs_.get()[j]);
@@ -80,12 +81,14 @@ class Teacher {
         });
     }
 
+    E* packed() const { return reinterpret_cast<E*>(packed_.get()); }
+
     const Attention& p_;
     const Shape shape_;
-    Memory memory_;
+    Memory<E> memory_;
     Unit unit_;
     Buffer packed_, lse_, scores_, sums_, logs_, widened_;
-    std::vector<const float*> q_;
+    std::vector<const E*> q_;
     std::vector<float*> rows_;
 };
 
@@ -94,9 +97,11 @@ class Teacher {
 void log_mass(const Attention& p) {
     const Blocks blocks{p.batch, p.tokens, 16};
     const long threads = useful_threads(p.threads, Work(p).rows * p.heads * p.q.width, blocks.count());
-    std::vector<std::unique_ptr<Teacher>> workers;
-    for (long i = 0; i < threads; ++i) workers.push_back(std::make_unique<Teacher>(p));
-    for_blocks(blocks, threads, [&](long number, const Block& block) { workers[number]->run(block); });
+    with_elements(in_pairs(p), [&](auto element) {
+        std::vector<std::unique_ptr<Teacher<decltype(element)>>> workers;
+        for (long i = 0; i < threads; ++i) workers.push_back(std::make_unique<Teacher<decltype(element)>>(p));
+        for_blocks(blocks, threads, [&](long number, const Block& block) { workers[number]->run(block); });
+    });
 }
 
 }  // namespace csakit
