@@ -15,8 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
-
 from . import chunked, native
 from .dense import Dense
 
@@ -29,7 +27,7 @@ def _native_or_chunked(name: str) -> Callable[..., Any]:
     in_chunks, in_kernels = getattr(chunked, name), getattr(native, name)
 
     def run(*inputs: Any, tile: int = 0, **options: Any) -> Any:
-        if tile or native.refuses(*(x for x in inputs if isinstance(x, Tensor))):
+        if tile or native.refuses(*inputs):
             return in_chunks(*inputs, **({"tile": tile} if tile else {}), **options)
         return in_kernels(*inputs, **options)
 

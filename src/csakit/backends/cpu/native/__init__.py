@@ -26,10 +26,10 @@ __all__ = [
 ]  # fmt: skip
 
 
-def refuses(*tensors: Tensor | None) -> str | None:
-    """Why the kernels cannot take these tensors, or None."""
-    for x in tensors:
-        if x is not None and x.dtype.is_floating_point and x.dtype not in TYPES:
+def refuses(*inputs: Any) -> str | None:
+    """Why the kernels cannot take the tensors among these, or None."""
+    for x in inputs:
+        if isinstance(x, Tensor) and x.dtype not in TYPES and x.dtype.is_floating_point:
             return f"the kernels take float32 and bfloat16; got {x.dtype}"
     return build.why_not()
 
@@ -155,10 +155,9 @@ def _attention(
     rows, tokens, heads, _ = q.shape
     keys = kv if kv is not None else entries
     assert keys is not None
-    arrays = (q, kv, entries, values, entry_values, out, d_out, d_q, *grads)
     call(
         function, ATTENTION,
-        *(word for x in arrays for word in call.array(x)),
+        *call.arrays(q, kv, entries, values, entry_values, out, d_out, d_q, *grads),
         call.floats(sink), *call.indices(indices), *call.ranges(ranges), call.pointer(lse), call.pointer(mass), call.pointer(d_sink),
         rows, tokens, heads, keys.shape[2], sets if indices is None else indices.shape[2],
         0 if entries is None else entries.shape[1], value_width, torch.get_num_threads(), scale,
@@ -174,7 +173,7 @@ def _scoring(
     rows, tokens, heads, _ = q.shape
     call(
         function, SCORING,
-        *(word for x in (q, k, d_q, d_k) for word in call.array(x)),
+        *call.arrays(q, k, d_q, d_k),
         call.floats(weights), call.pointer(d_weights), call.floats(d_scores), *call.indices(indices), *call.ranges(ranges),
         call.pointer(chosen), call.pointer(scores),
         rows, tokens, heads, k.shape[1], sets, 0 if chosen is None else chosen.shape[3], relu, torch.get_num_threads(), scale,

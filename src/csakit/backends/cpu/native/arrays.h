@@ -68,10 +68,16 @@ inline void copy_row(float* to, const Array& x, long batch, long row, long group
 
 inline void store_row(const Array& x, long batch, long row, long group, const float* from, float factor) {
     const long at = batch * x.batch + row * x.row + group * x.group;
-    if (x.bfloat)
-        for (long d = 0; d < x.width; ++d) static_cast<uint16_t*>(x.data)[at + d] = to_bfloat(from[d] * factor);
-    else
-        for (long d = 0; d < x.width; ++d) static_cast<float*>(x.data)[at + d] = from[d] * factor;
+    long d = 0;
+    if (x.bfloat) {
+        uint16_t* to = static_cast<uint16_t*>(x.data) + at;
+        for (; d + LANES <= x.width; d += LANES) store_half_words(to + d, rounded(load(from + d) * factor));
+        for (; d < x.width; ++d) to[d] = uint16_t(rounded(every(from[d] * factor))[0]);
+    } else {
+        float* to = static_cast<float*>(x.data) + at;
+        for (; d + LANES <= x.width; d += LANES) store(to + d, load(from + d) * factor);
+        for (; d < x.width; ++d) to[d] = from[d] * factor;
+    }
 }
 
 // Rows `first .. first + count` of the groups axis (heads of a token) as pointers; as floats, bfloat16 is widened into the buffer.

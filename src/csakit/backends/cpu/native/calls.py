@@ -23,16 +23,19 @@ class Call:
     def __init__(self) -> None:
         self._alive: list[Tensor] = []
 
-    def array(self, x: Tensor | None) -> tuple[int, ...]:
-        """Array of a tensor [B, N, G, D] or [B, N, D]."""
-        if x is None:
-            return _NOT_GIVEN
-        strides = x.stride()
-        if strides[-1] != 1:
-            x = x.contiguous()
-            strides = x.stride()
-        self._alive.append(x)
-        return x.data_ptr(), strides[0], strides[1], strides[2] if len(strides) == 4 else 0, x.shape[-1], x.dtype is torch.bfloat16
+    def arrays(self, *tensors: Tensor | None) -> list[int]:
+        """Arrays of tensors [B, N, G, D] or [B, N, D]."""
+        words: list[int] = []
+        for x in tensors:
+            if x is None:
+                words += _NOT_GIVEN
+                continue
+            if x.stride(-1) != 1:
+                x = x.contiguous()
+            self._alive.append(x)
+            batch, row, *group, _ = x.stride()
+            words += x.data_ptr(), batch, row, group[0] if group else 0, x.shape[-1], x.dtype is torch.bfloat16
+        return words
 
     def indices(self, x: Tensor | None) -> tuple[int, ...]:
         """Indices of a tensor [B, T, S, K]; null: every visible entry."""

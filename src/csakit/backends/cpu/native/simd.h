@@ -20,10 +20,13 @@ constexpr float INF = std::numeric_limits<float>::infinity();
 
 typedef float Vec __attribute__((vector_size(LANES * 4)));
 typedef int32_t IntVec __attribute__((vector_size(LANES * 4)));
+typedef uint16_t HalfVec __attribute__((vector_size(LANES * 2)));
+typedef uint16_t MemoryHalfVec __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
 typedef float MemoryVec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));  // anywhere in memory
 
 inline Vec load(const float* p) { return *reinterpret_cast<const MemoryVec*>(p); }
 inline void store(float* p, Vec x) { *reinterpret_cast<MemoryVec*>(p) = x; }
+inline void store_half_words(uint16_t* p, IntVec x) { *reinterpret_cast<MemoryHalfVec*>(p) = __builtin_convertvector(x, HalfVec); }
 inline Vec every(float x) { return x - Vec{}; }
 inline long padded(long n) { return (n + LANES - 1) / LANES * LANES; }
 inline bool any(IntVec x) {
@@ -141,13 +144,6 @@ inline float to_float(uint16_t bfloat) {
     float x;
     std::memcpy(&x, &bits, 4);
     return x;
-}
-
-inline uint16_t to_bfloat(float x) {  // to nearest, ties to even
-    uint32_t bits;
-    std::memcpy(&bits, &x, 4);
-    if (x != x) return 0x7fc0;
-    return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
 inline void widen(float* to, const uint16_t* from, long n) {
