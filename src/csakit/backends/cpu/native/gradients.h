@@ -49,8 +49,8 @@ struct Heads {
 };
 
 // Columns of rows that are too far apart for the processor to fetch ahead: so the lines of the next panel are asked for here.
-template <long N>
-__attribute__((noinline)) void copy_panel(float* to, const float* from, long stride, long rows) {
+template <long N, class Number>
+__attribute__((noinline)) void copy_panel(float* to, const Number* from, long stride, long rows) {
     for (long r = 0; r < rows; ++r, from += stride, to += N * LANES) {
         __builtin_prefetch(from + N * LANES);
         for (long n = 0; n < N; ++n) store(to + n * LANES, load(from + n * LANES));
@@ -63,9 +63,15 @@ inline float* pack_heads(float* to, const Heads& heads, const Unit& unit, long r
     const Array& x = *heads.x;
     const long live = std::clamp<long>(x.width - first, 0, columns);
     float* const end = to + heads.count * columns;
-    if (!x.bfloat && live == columns) {
-        const auto copy = columns == PANEL ? copy_panel<2> : copy_panel<1>;
-        copy(to, row_of<float>(x, unit.batch, unit.token, heads.first) + first, x.group, heads.count);
+    const auto copy_from = [&](const auto* row) {
+        using Number = std::remove_const_t<std::remove_pointer_t<decltype(row)>>;
+        const auto copy = columns == PANEL ? copy_panel<2, Number> : copy_panel<1, Number>;
+        copy(to, row + first, x.group, heads.count);
+    };
+    if (live == columns && x.bfloat) {
+        copy_from(reinterpret_cast<const uint16_t*>(row_of<Pair>(x, unit.batch, unit.token, heads.first)));
+    } else if (live == columns) {
+        copy_from(row_of<float>(x, unit.batch, unit.token, heads.first));
     } else {
         for (long h = heads.first; to < end; ++h, to += columns) {
             copy_columns(to, x, unit.batch, unit.token, h, first, live);

@@ -146,12 +146,11 @@ inline float to_float(uint16_t bfloat) {
     return x;
 }
 
+inline Vec load(const uint16_t* bfloats) { return reinterpret_cast<Vec>(half_words(bfloats) << 16); }
+
 inline void widen(float* to, const uint16_t* from, long n) {
     long i = 0;
-    for (; i + 8 <= n; i += 8) {
-        const __m256i x = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i)));
-        _mm256_storeu_ps(to + i, _mm256_castsi256_ps(_mm256_slli_epi32(x, 16)));
-    }
+    for (; i + LANES <= n; i += LANES) store(to + i, load(from + i));
     for (; i < n; ++i) to[i] = to_float(from[i]);
 }
 
