@@ -47,8 +47,7 @@ TABLES = (
     Table(
         "step",
         "Where the time of a step goes",
-        "A training step of the tiny preset, and one V4-Flash-width layer. csakit's columns train the indexer, stock's do not. "
-        "The layer of two threads was measured beside other work: compare its CPU times, not its wall times.",
+        "A training step of the tiny preset, and one V4-Flash-width layer. csakit's columns train the indexer, stock's do not.",
         ("--suite step --operations step", "--suite step --operations csa-backward --threads 2 --repeats 2"),
     ),
     Table(

@@ -221,3 +221,10 @@ def test_goals_are_judged_by_the_native_rows(variants):
     ]
     assert all(line in table.remarks(made) for line in said)
     assert goals.lines([row(Case("attend", MODERATE), "cpu", 1.0)]) == []
+
+
+@pytest.mark.parametrize(("seconds", "dtype", "timed"), [(2, "bfloat16", "float32"), (0.5, "bfloat16", "bfloat16"), (2, "float64", "float64")])
+def test_the_peak_of_16_bits_is_that_of_float32_where_products_in_16_bits_are_slower(monkeypatch, seconds, dtype, timed):
+    monkeypatch.setattr(measurement, "_product_seconds", lambda name: 1 if name == "float32" else seconds)
+    found = measurement.products(dtype, "cpu").values()
+    assert {multiply.__defaults__[0].dtype for multiply, _ in found} == {getattr(torch, timed)}
