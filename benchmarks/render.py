@@ -115,7 +115,7 @@ def _steps(rows: Sequence[Row]) -> str:
 
 
 def _goals(tables: dict[str, list[Row]]) -> str:
-    verdicts = goals.lines([row for name in ("targets", "variants") for row in tables.get(name, [])])
+    verdicts = goals.lines([row for name in ("targets", "variants", "small") for row in tables.get(name, [])])
     if not verdicts:
         return ""
     lines = [

@@ -223,8 +223,26 @@ def test_goals_are_judged_by_the_native_rows(variants):
     assert goals.lines([row(Case("attend", MODERATE), "cpu", 1.0)]) == []
 
 
-@pytest.mark.parametrize(("seconds", "dtype", "timed"), [(2, "bfloat16", "float32"), (0.5, "bfloat16", "bfloat16"), (2, "float64", "float64")])
+@pytest.mark.parametrize(
+    ("seconds", "dtype", "timed"), [(2, "bfloat16", "float32"), (0.5, "bfloat16", "bfloat16"), (2, "float64", "float64")]
+)
 def test_the_peak_of_16_bits_is_that_of_float32_where_products_in_16_bits_are_slower(monkeypatch, seconds, dtype, timed):
     monkeypatch.setattr(measurement, "_product_seconds", lambda name: 1 if name == "float32" else seconds)
     found = measurement.products(dtype, "cpu").values()
     assert {multiply.__defaults__[0].dtype for multiply, _ in found} == {getattr(torch, timed)}
+
+
+@pytest.mark.parametrize(("seconds", "calls"), [(0.002, 3), (1.0, 1)])
+def test_a_short_call_is_made_several_times_in_a_sample(monkeypatch, seconds, calls):
+    now, made = [0.0], []
+
+    def call():
+        made.append(now[0])
+        now[0] += seconds
+
+    monkeypatch.setattr(measurement.time, "perf_counter", lambda: now[0])
+    sample = measurement.sampled(call, "cpu")
+    assert sample().wall == pytest.approx(seconds)
+    before = len(made)
+    assert sample().wall == pytest.approx(seconds)
+    assert len(made) - before == calls

@@ -20,7 +20,7 @@ import csakit
 
 from . import agreement, problem, providers, starts
 from .figures import Figure, ratio, summary
-from .measurement import Sample, interleaved, once, products
+from .measurement import Sample, interleaved, products, sampled
 from .records import FIGURES, PEAK, Row
 from .shapes import KERNELS, Case, useful_flops
 from .worker import Memory, Worker, measure
@@ -116,9 +116,11 @@ class Measured:
         return Entry(case, name, verdict, call, worker)
 
     def _timed(self, run: Callable[[], Any], threads: int) -> Callable[[], Sample]:
+        sample = sampled(run, self.options.device)
+
         def call() -> Sample:
             _set_threads(threads)
-            return once(run, self.options.device)
+            return sample()
 
         return call
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from .records import Row
 from .shapes import Shape
-from .suites import FLASH, MODERATE
+from .suites import FLASH, MODERATE, SMALL
 
 OWN = ("csakit-cpu-native", "csakit-cpu")  # whose rows are judged: the first that is there
 WIDE = replace(FLASH, tokens=1024)
@@ -94,6 +94,14 @@ def _memory_share(operation: str, shape: Shape) -> Value:
     return value
 
 
+def _microseconds(operation: str, shape: Shape) -> Value:
+    def value(rows: Sequence[Row]) -> float | None:
+        wall = _find((row for row in rows if row.provider in OWN), "wall", operation, shape)
+        return None if wall is None else 1e3 * wall
+
+    return value
+
+
 def _most_memory(rows: Sequence[Row]) -> float | None:
     return max((row.value for row in rows if row.provider in OWN and row.figure == "memory extra" and row.value is not None), default=None)
 
@@ -126,4 +134,5 @@ GOALS = (
     Goal("bfloat16 over float32, 2048 x 16 x 128", _against("attend-backward", MODERATE, "float32", dtype="bfloat16"), 1),
     Goal("bfloat16 over float32, 1024 x 64 x 512", _against("attend-backward", WIDE, "float32", dtype="bfloat16"), 1.6),
     Goal("bfloat16 over float32, select", _against("select", _INDEX, "float32", dtype="bfloat16"), 1),
+    Goal("a call of attend that has next to nothing to do", _microseconds("attend", SMALL), 100, least=False, unit="us"),
 )

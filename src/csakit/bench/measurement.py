@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -13,6 +14,9 @@ PRODUCTS = {
     "cpu": ((1024, 1024, 1024), (512, 640, 512)),
     "cuda": ((8192, 8192, 8192),),
 }  # [M, K, N] of the matrix products that show the peak
+
+
+SHORT = 0.005  # seconds
 
 
 class Sample(NamedTuple):
@@ -54,25 +58,45 @@ def interleaved(
     return samples, failures
 
 
-def once(function: Callable[[], Any], device: str) -> Sample:
-    """One call, timed; its results are dropped after the clock has stopped."""
+def once(function: Callable[[], Any], device: str, calls: int = 1) -> Sample:
+    """One call, or the mean of several one after another; the last one's results are dropped after the clock has stopped."""
+    results = None
     if not device.startswith("cuda"):
         wall, cpu = time.perf_counter(), time.process_time()
-        results = function()
+        for _ in range(calls):
+            results = function()
         cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
         del results
-        return Sample(cpu, wall, None)
+        return Sample(cpu / calls, wall / calls, None)
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     stream = torch.cuda.current_stream(device)
     torch.cuda.synchronize(device)
     wall, cpu = time.perf_counter(), time.process_time()
     begin.record(stream)
-    results = function()
+    for _ in range(calls):
+        results = function()
     end.record(stream)
     torch.cuda.synchronize(device)
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
     del results
-    return Sample(cpu, wall, begin.elapsed_time(end) / 1e3)
+    return Sample(cpu / calls, wall / calls, begin.elapsed_time(end) / 1e3 / calls)
+
+
+def sampled(function: Callable[[], Any], device: str) -> Callable[[], Sample]:
+    """What times a call of function. Short ones are averaged over SHORT: alone, each would find its code and data out of the caches."""
+    calls = 0
+
+    def sample() -> Sample:
+        nonlocal calls
+        if not calls:
+            first = once(function, device)
+            if first.wall >= SHORT:
+                calls = 1
+                return first
+            calls = math.ceil(SHORT / once(function, device).wall)
+        return once(function, device, calls)
+
+    return sample
 
 
 def products(dtype: str, device: str) -> dict[str, tuple[Callable[[], Any], int]]:

@@ -106,7 +106,7 @@ class RowReader {
           stride_((width_ + 15) / 16 * 16 + 16),
           direct_(bool(x.bfloat) == std::is_same_v<E, Pair> && x.width % LANES == 0 && width_ <= 256) {}
 
-    // Makes rows first .. stop of a group the kept ones, if `uses` of them will be asked for.
+    // Rows first .. stop of a group, and no others, will be asked for until the next call, `uses` times: keeps them if that pays.
     void keep(long batch, long group, long first, long stop, long uses) {
         kept_first_ = kept_stop_ = first;
         if (direct_ || 2 * (stop - first) > uses || (stop - first) * stride_ > most_kept) return;
@@ -121,16 +121,15 @@ class RowReader {
             for (long n = 0; n < count; ++n) to[n] = row_of<E>(x_, batch, row(n), group);
             return;
         }
+        if (kept_stop_ > kept_first_) {
+            const E* kept = reinterpret_cast<const E*>(kept_.get()) - kept_first_ * stride_;
+            for (long n = 0; n < count; ++n) to[n] = kept + row(n) * stride_;
+            return;
+        }
         E* copies = room(gathered_, count * stride_);
-        const E* kept = reinterpret_cast<const E*>(kept_.get());
         for (long n = 0; n < count; ++n) {
-            const long own = row(n);
-            if (own >= kept_first_ && own < kept_stop_) {
-                to[n] = kept + (own - kept_first_) * stride_;
-            } else {
-                copy(copies + n * stride_, batch, own, group);
-                to[n] = copies + n * stride_;
-            }
+            copy(copies + n * stride_, batch, row(n), group);
+            to[n] = copies + n * stride_;
         }
     }
 

@@ -10,7 +10,7 @@ template <class E>
 class Backward {
   public:
     Backward(const Attention& p, const Shape& shape) : p_(p), shape_(shape), memory_(p, shape) {
-        packed_q_.floats(shape.columns * shape.width), packed_d_out_.floats(shape.columns * shape.value_width);
+        packed_q_.floats(shape.columns * padded(shape.width)), packed_d_out_.floats(shape.columns * padded(shape.value_width));
         dq_.floats(shape.columns * padded(shape.width));
         lse_.floats(shape.columns), delta_.floats(shape.columns);
         panel_.floats(2 * shape.columns * PANEL), left_.floats(shape.step * 2 * shape.columns);
@@ -42,10 +42,18 @@ class Backward {
                     const Heads q{values ? nullptr : &p_.q, head, shape_.heads};
                     const Heads d_out{values || (shared && first < shape_.value_width) ? &p_.d_out : nullptr, head, shape_.heads};
                     E* const panel = reinterpret_cast<E*>(panel_.get());
-                    const long depth = pack_panel(panel, q, d_out, unit, h, first, columns);
-                    const long left_column = values && std::is_same_v<E, float> ? h : 0;  // a pair has both
-                    product(targets_.rows.size(), targets_.weights.data(), left_column, 1, Packed<E>{panel, columns}, depth,
-                            targets_.rows.data(), first, columns, true);
+                    const auto add = [&](const Heads& a, const Heads& b, long rows, long left_column) {
+                        const long depth = pack_panel(panel, a, b, unit, rows, first, columns);
+                        product(targets_.rows.size(), targets_.weights.data(), left_column, 1, Packed<E>{panel, columns}, depth,
+                                targets_.rows.data(), first, columns, true);
+                    };
+                    const bool pairs = std::is_same_v<E, Pair>;  // of both
+                    if (pairs || (shape_.heads == h && q.x)) {
+                        add(q, d_out, h, 0);
+                    } else {  // without the padding between them
+                        if (q.x) add(q, {}, shape_.heads, 0);
+                        if (d_out.x) add({}, d_out, shape_.heads, h);
+                    }
                 });
             });
         }
@@ -64,9 +72,9 @@ class Backward {
             return;
         }
         head_rows(q_, widened_, p_.q, unit.batch, unit.token, head, shape_.heads);
-        pack_transposed(packed(packed_q_), q_.data(), shape_.heads, elements<E>(shape_.width));
+        pack_for_dots(packed(packed_q_), q_.data(), shape_.heads, elements<E>(shape_.width));
         head_rows(d_out_, widened_, p_.d_out, unit.batch, unit.token, head, shape_.heads);
-        pack_transposed(packed(packed_d_out_), d_out_.data(), shape_.heads, elements<E>(shape_.value_width));
+        pack_for_dots(packed(packed_d_out_), d_out_.data(), shape_.heads, elements<E>(shape_.value_width));
         for (long i = 0; i < h; ++i) {
             const float lse = i < shape_.heads ? p_.lse[at * p_.heads + head + i] : INF;
             lse_.get()[i] = lse == -INF ? INF : lse;  // nothing attended: probabilities 0, never NaN

@@ -16,7 +16,7 @@ class Forward {
         most_ = p.mass ? p.indices.slots : 0;
         scores_.floats((most_ + 2 * shape_.step) * h);
         out_.floats(h * padded(shape_.value_width));
-        packed_.floats(h * shape_.width);
+        packed_.floats(h * padded(shape_.width));
         left_.floats(shape_.step * h);
     }
 
@@ -45,7 +45,7 @@ class Forward {
     void query() {
         memory_.find(unit_);
         head_rows(q_, widened_, p_.q, unit_.batch, unit_.token, first_head(), shape_.heads);
-        pack_transposed(packed(), q_.data(), shape_.heads, elements<E>(shape_.width));
+        pack_for_dots(packed(), q_.data(), shape_.heads, elements<E>(shape_.width));
         for (long h = 0; h < shape_.columns; ++h) {
             const float sink = p_.sink && h < shape_.heads ? p_.sink[first_head() + h] : -INF;
             top_.get()[h] = std::isfinite(sink) ? sink : -INF;

@@ -114,9 +114,52 @@ void pack_transposed(E* to, const E* const* from, long rows, long width) {
     });
 }
 
-// c[n][h] = rows[n] . q[h] for a q that pack_transposed has laid out.
+// Dots with few rows q, [H][padded(width)] with zeros in the padding: vectors run over the width, so that no lane idles. Writes a whole
+// vector of c, zeros after the dots.
+template <long H>
+__attribute__((noinline)) void few_dots(long count, const float* const* rows, const float* q, long width, float* const* c, long c_column) {
+    constexpr long at_once = LANES / H;
+    const long stride = padded(width);
+    for (long n = 0; n < count; n += at_once) {
+        const float* row[at_once];
+        for (long r = 0; r < at_once; ++r) row[r] = rows[std::min(n + r, count - 1)];
+        Vec total[LANES] = {};
+        for (long d = 0; d < stride; d += LANES)
+            for (long r = 0; r < at_once; ++r)
+                for (long h = 0; h < H; ++h) total[r * H + h] += load(row[r] + d) * load(q + h * stride + d);
+        const Vec found = sums(total);
+        for (long r = 0; r < std::min(at_once, count - n); ++r) {
+            Vec own{};
+            for (long h = 0; h < H; ++h) own[h] = found[r * H + h];
+            store(c[n + r] + c_column, own);
+        }
+    }
+}
+
+constexpr long FEW = LANES / 2;  // rows q; more of them fill the lanes better
+
+// Rows q [heads][width] laid out for dots with them. `to` holds padded(heads) * padded(width) elements.
+template <class E>
+void pack_for_dots(E* to, const E* const* q, long heads, long width) {
+    if constexpr (std::is_same_v<E, float>)
+        if (heads <= FEW) {
+            for (long h = 0; h < FEW; ++h, to += padded(width)) {
+                const long live = h < heads ? width : 0;
+                std::fill(std::copy_n(q[std::min(h, heads - 1)], live, to), to + padded(width), 0.f);
+            }
+            return;
+        }
+    pack_transposed(to, q, heads, width);
+}
+
+// c[n][h] = rows[n] . q[h] for a q that pack_for_dots has laid out. Rows are padded with zeros to whole vectors.
 template <class E>
 void dots(long count, const E* const* rows, const E* packed, long heads, long width, float* const* c, long c_column) {
+    if constexpr (std::is_same_v<E, float>)
+        if (heads <= FEW) {
+            const auto f = heads == 1 ? few_dots<1> : heads == 2 ? few_dots<2> : heads <= 4 ? few_dots<4> : few_dots<FEW>;
+            return f(count, rows, packed, width, c, c_column);
+        }
     const long depth = 256;  // of a panel that stays in the first-level cache together with the rows that pass by
     for_panels(heads, [&](long first, long columns) {
         for (long d = 0; d < width; d += depth) {

@@ -191,7 +191,7 @@ class ScoreBackward {
   public:
     explicit ScoreBackward(const Scoring& p)
         : p_(p), heads_(p.heads / p.sets), depth_(padded(elements<E>(heads_))), columns_(depth_ * (1 + in_pairs)), keys_(p.k) {
-        packed_.floats(columns_ * p.k.width), panel_.floats(columns_ * PANEL), dq_.floats(columns_ * padded(p.k.width));
+        packed_.floats(columns_ * padded(p.k.width)), panel_.floats(columns_ * PANEL), dq_.floats(columns_ * padded(p.k.width));
         weights_.floats(columns_), d_weights_.floats(columns_);
         rows_.resize(step + 1), left_.floats(step * columns_);
     }
@@ -207,13 +207,14 @@ class ScoreBackward {
 
     void add(const Unit& unit, const Share& share) {
         const long head = unit.piece * heads_, first_half = in_pairs ? std::min(heads_, depth_) : heads_;
+        const long depth = in_pairs ? depth_ : heads_;  // the padding of heads is left out
         share.for_parts(p_.k.width, [&](long part, auto for_each_panel) {
             targets_.collect(unit, depth_, p_.d_k, p_.d_k, 0, part, share.parts);
             for_each_panel([&](long first, long columns) {
                 E* const panel = reinterpret_cast<E*>(panel_.get());
                 const Heads a{&p_.q, head, first_half}, b{in_pairs ? &p_.q : nullptr, head + first_half, heads_ - first_half};
-                pack_panel(panel, a, b, unit, depth_, first, columns);
-                product(targets_.rows.size(), targets_.weights.data(), 0, 1, Packed<E>{panel, columns}, depth_, targets_.rows.data(), first,
+                pack_panel(panel, a, b, unit, depth, first, columns);
+                product(targets_.rows.size(), targets_.weights.data(), 0, 1, Packed<E>{panel, columns}, depth, targets_.rows.data(), first,
                         columns, true);
             });
         });
@@ -249,7 +250,7 @@ class ScoreBackward {
         for (long i = 0; i < heads_; ++i) dqs_[i] = dq_.get() + i * padded(width);
         if (unit.count()) {
             head_rows(q_, widened_, p_.q, unit.batch, unit.token, head, heads_);
-            pack_transposed(packed(), q_.data(), heads_, elements<E>(width));
+            pack_for_dots(packed(), q_.data(), heads_, elements<E>(width));
         } else {
             std::fill_n(dq_.get(), heads_ * padded(width), 0.f);
         }
@@ -298,7 +299,7 @@ class ScoreBackward {
     E* packed() const { return reinterpret_cast<E*>(packed_.get()); }
 
     const Scoring& p_;
-    const long heads_, depth_, columns_;  // depth: of the sums over heads, in elements
+    const long heads_, depth_, columns_;  // depth: what weights of an entry hold, in elements
     RowReader<E> keys_;
     Targets<E> targets_;
     Buffer packed_, panel_, left_, dq_, weights_, d_weights_, widened_;

@@ -45,7 +45,7 @@ template <class E>
 class Teacher {
   public:
     explicit Teacher(const Attention& p) : p_(p), shape_(p), memory_(p, shape_) {
-        packed_.floats(shape_.columns * shape_.width), lse_.floats(shape_.columns);
+        packed_.floats(shape_.columns * padded(shape_.width)), lse_.floats(shape_.columns);
         scores_.floats(shape_.step * shape_.columns), sums_.floats(padded(shape_.step)), logs_.floats(padded(shape_.step));
     }
 
@@ -68,7 +68,7 @@ class Teacher {
         memory_.find(unit_);
         if (!unit_.count()) return;
         head_rows(q_, widened_, p_.q, unit_.batch, unit_.token, head, shape_.heads);
-        pack_transposed(packed(), q_.data(), shape_.heads, elements<E>(shape_.width));
+        pack_for_dots(packed(), q_.data(), shape_.heads, elements<E>(shape_.width));
         ready_lse(lse_.get(), p_.lse + at * p_.heads + head, shape_.heads, shape_.columns);
         memory_.blocks(unit_, [&](long begin, long count) {
             point(rows_, scores_.get(), count, shape_.columns);
