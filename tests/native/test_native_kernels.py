@@ -217,6 +217,27 @@ def test_ties_go_to_the_lowest_entry_also_between_zeros_of_both_signs() -> None:
     assert torch.equal(results[0].scores, results[1].scores)
 
 
+@pytest.mark.parametrize("kind", ["random", "every sixteenth", "mostly zero", "NaN"])
+def test_the_greatest_of_many_scores(kind: str) -> None:
+    """Also where a sample of them misleads."""
+    layout = Layout.batch(1, 700, ratio=1, window=1)
+    generator = torch.Generator().manual_seed(2)
+    q, k = torch.ones(1, 700, 1, 1), torch.randn(1, 700, 1, generator=generator)
+    if kind == "every sixteenth":
+        k[:, ::16] += 10
+    elif kind == "mostly zero":
+        k[:, torch.rand(700, generator=generator) < 0.97] = 0
+    elif kind == "NaN":
+        k[:, 5::9] = NAN
+    for topk in (1, 7, 60):
+        results = []
+        for backend in ("reference", "cpu-native"):
+            with csakit.backend(backend):
+                results.append(csakit.select(q, k, None, topk, layout, relu=False))
+        assert torch.equal(results[0].indices, results[1].indices)
+        assert torch.equal(results[0].scores.nan_to_num(99), results[1].scores.nan_to_num(99))
+
+
 def test_results_have_the_same_bits_for_any_number_of_threads() -> None:
     layout, p = Layout.packed(torch.tensor([0, 100, 500]), ratio=4, window=30, tokens=512), Problem(heads=8, groups=2, width=64, slots=40)
     x, indices = attention_inputs(layout, p, torch.float32)

@@ -157,15 +157,41 @@ class Scorer {
         const long count = own.count();
         std::fill_n(chosen, p_.topk, -1);
         std::fill_n(values, p_.topk, -INF);
-        uint64_t last = ~uint64_t(0);
-        if (count > p_.topk) {
-            order_.resize(count);
-            for (long n = 0; n < count; ++n) order_[n] = rank(scores[n], n);
-            std::nth_element(order_.begin(), order_.begin() + p_.topk - 1, order_.end());
-            last = order_[p_.topk - 1];
+        if (count <= p_.topk) {
+            std::iota(chosen, chosen + count, int32_t(own.begin));
+            std::copy_n(scores, count, values);
+            return;
         }
-        for (long n = 0, slot = 0; n < count; ++n)
-            if (count <= p_.topk || rank(scores[n], n) <= last) chosen[slot] = int32_t(own.begin + n), values[slot++] = scores[n];
+        const long listed = shortlist(scores, count);
+        order_.resize(listed);
+        for (long i = 0; i < listed; ++i) order_[i] = rank(scores[listed_[i]], listed_[i]);
+        std::nth_element(order_.begin(), order_.begin() + p_.topk - 1, order_.end());
+        const uint64_t last = order_[p_.topk - 1];
+        for (long i = 0, slot = 0; i < listed; ++i) {
+            const int32_t n = listed_[i];
+            if (rank(scores[n], n) <= last) chosen[slot] = int32_t(own.begin) + n, values[slot++] = scores[n];
+        }
+    }
+
+    // Fills listed_ with numbers below count, ascending, the topk greatest among them; how many there are. A sample says from where on a
+    // score is likely to be among the greatest; if that was too high all are listed.
+    long shortlist(const float* scores, long count) {
+        const long step = 16, wanted = p_.topk + p_.topk / 4 + 8 * step;
+        listed_.resize(count);
+        if (count >= 2 * wanted) {
+            order_.clear();
+            for (long n = 0; n < count; n += step) order_.push_back(rank(scores[n], n));
+            std::nth_element(order_.begin(), order_.begin() + wanted / step, order_.end());
+            const float least = scores[uint32_t(order_[wanted / step])];
+            long listed = 0;
+            for (long n = 0; n < count; ++n) {
+                listed_[listed] = int32_t(n);
+                listed += !(scores[n] < least);  // NaN is listed
+            }
+            if (listed >= p_.topk) return listed;
+        }
+        std::iota(listed_.begin(), listed_.end(), 0);
+        return count;
     }
 
     static uint64_t rank(float score, long entry) {
@@ -184,6 +210,7 @@ class Scorer {
     Buffer scores_, keys_, widened_, widened_keys_;
     std::vector<const E*> rows_, q_;
     std::vector<uint64_t> order_;
+    std::vector<int32_t> listed_;
 };
 
 template <class E>
