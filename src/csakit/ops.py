@@ -53,10 +53,12 @@ def _define(name: str, arguments: str, returns: str) -> Any:
         def call(*inputs: Any) -> Any:
             if not _unwatched(inputs):
                 return dispatched(*inputs)
-            if not torch.is_grad_enabled():
+            recording = torch.is_grad_enabled()
+            torch._C._set_grad_enabled(False)  # torch.no_grad() is this and 5 us
+            try:
                 return run(*inputs)
-            with torch.no_grad():
-                return run(*inputs)
+            finally:
+                torch._C._set_grad_enabled(recording)
 
         op.call = call
         return op

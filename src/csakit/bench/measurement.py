@@ -16,7 +16,7 @@ PRODUCTS = {
 }  # [M, K, N] of the matrix products that show the peak
 
 
-SHORT = 0.005  # seconds
+SHORT = 0.02  # seconds
 
 
 class Sample(NamedTuple):
