@@ -72,7 +72,10 @@ template <class E>
 class Memory {
   public:
     Memory(const Attention& p, const Shape& shape)
-        : p_(p), shape_(shape), keys_{RowReader<E>(p.kv), RowReader<E>(p.entries)}, values_{RowReader<E>(p.values), RowReader<E>(p.entry_values)} {
+        : p_(p),
+          shape_(shape),
+          keys_{RowReader<E>(p.kv), RowReader<E>(p.entries)},
+          values_{RowReader<E>(p.values), RowReader<E>(p.entry_values)} {
         key.resize(shape.step + 1), value.resize(shape.step + 1);
     }
 

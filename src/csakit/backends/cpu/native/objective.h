@@ -45,7 +45,10 @@ class Divergences {
         std::memcpy(scores_.get(), p_.scores + at, p_.slots * sizeof(float));
         std::memcpy(mass_.get(), p_.mass + at, p_.slots * sizeof(float));
         for (long j = p_.slots; j < width_; ++j) scores_.get()[j] = mass_.get()[j] = -INF;
-        for (long j = 0; j < width_; j += LANES) store(mass_.get() + j, load(scores_.get() + j) == -INF ? every(-INF) : load(mass_.get() + j));
+        for (long j = 0; j < width_; j += LANES) {
+            const Vec mass = load(mass_.get() + j);
+            store(mass_.get() + j, load(scores_.get() + j) == -INF ? every(-INF) : mass);
+        }
         student_total_ = exponentials(student_.get(), scores_.get());
         teacher_total_ = exponentials(teacher_.get(), mass_.get());
         return teacher_total_ != 0;

@@ -83,7 +83,8 @@ void along_columns([[maybe_unused]] float* floats, [[maybe_unused]] long count, 
         const long half = columns / 2;
         Pair* to = reinterpret_cast<Pair*>(floats);
         for (const float* row = floats; row < floats + count * columns; row += columns)
-            for (long h = 0; h < half; h += LANES, to += LANES) store_elements(to, paired(rounded(load(row + h)), rounded(load(row + half + h))));
+            for (long h = 0; h < half; h += LANES, to += LANES)
+                store_elements(to, paired(rounded(load(row + h)), rounded(load(row + half + h))));
     }
 }
 

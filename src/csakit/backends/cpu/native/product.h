@@ -56,7 +56,8 @@ inline __attribute__((always_inline)) void accumulate(Vec (&total)[M][N], const 
 }
 
 template <long M, long N, class E, class B>
-__attribute__((noinline)) void tile(const E* const* a, long a_column, long step, B b, long depth, float* const* c, long c_column, bool add) {
+__attribute__((noinline)) void tile(const E* const* a, long a_column, long step, B b, long depth, float* const* c, long c_column,
+                                    bool add) {
     Vec total[M][N];
     accumulate<M, N>(total, a, a_column, step, b, depth);
     for (long m = 0; m < M; ++m)
@@ -76,8 +77,8 @@ void tile_of(long rows, const E* const* a, long a_column, long step, B b, long d
 
 // columns is LANES or PANEL.
 template <class E, class B>
-__attribute__((noinline)) void product(long rows, const E* const* a, long a_column, long step, B b, long depth, float* const* c, long c_column, long columns,
-             bool add) {
+__attribute__((noinline)) void product(long rows, const E* const* a, long a_column, long step, B b, long depth, float* const* c,
+                                       long c_column, long columns, bool add) {
     const long tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
     for (long t = 0, m = 0; t < tiles; ++t) {
         const long count = rows / tiles + (t < rows % tiles);  // tiles of nearly equal height: no thin one at the end

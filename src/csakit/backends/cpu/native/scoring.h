@@ -45,14 +45,16 @@ struct ScoreWork {
     long most_rows = 0, rows = 0;  // of one query, of all
     explicit ScoreWork(const Scoring& p) {
         for (long at = 0; at < p.batch * p.tokens; ++at) {
-            const long count = visible(p, at / p.tokens, at % p.tokens).count(), own = p.indices.data ? std::min<long>(count, p.indices.slots) : count;
+            const long count = visible(p, at / p.tokens, at % p.tokens).count();
+            const long own = p.indices.data ? std::min<long>(count, p.indices.slots) : count;
             most_rows = std::max(most_rows, own), rows += own;
         }
     }
 };
 
 template <long M, long N, class E>
-__attribute__((noinline)) void weighted_tile(const E* const* q, const Packed<E>& keys, long width, const float* weights, bool relu, Vec (&score)[N]) {
+__attribute__((noinline)) void weighted_tile(const E* const* q, const Packed<E>& keys, long width, const float* weights, bool relu,
+                                             Vec (&score)[N]) {
     Vec total[M][N];
     accumulate<M, N>(total, q, 0, 1, keys, width);
     for (long m = 0; m < M; ++m)
@@ -355,7 +357,8 @@ void score_backward(const Scoring& p) {
         std::vector<std::unique_ptr<ScoreBackward<decltype(element)>>> workers;
         for (long i = 0; i < threads; ++i) workers.push_back(std::make_unique<ScoreBackward<decltype(element)>>(p));
         rounds.run([&](long number, const Block& block, Unit* units) { workers[number]->run(block, units); },
-                   [&](long number, const Unit& unit) { workers[number]->add(unit, Share(number, threads, p.k.width)); }, [](const Unit&) {});
+                   [&](long number, const Unit& unit) { workers[number]->add(unit, Share(number, threads, p.k.width)); },
+                   [](const Unit&) {});
     });
 }
 

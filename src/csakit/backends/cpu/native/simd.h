@@ -43,9 +43,14 @@ inline float greatest(Vec x) {  // not NaN, if greater has made x
 // x[0], .. x[7] -> their sums
 inline __m256 sums_of_8(const __m256* x) {
     __m256 pair[4], quad[2];
-    for (int i = 0; i < 4; ++i) pair[i] = _mm256_add_ps(_mm256_unpacklo_ps(x[2 * i], x[2 * i + 1]), _mm256_unpackhi_ps(x[2 * i], x[2 * i + 1]));
-    for (int i = 0; i < 2; ++i)
-        quad[i] = _mm256_add_ps(_mm256_shuffle_ps(pair[2 * i], pair[2 * i + 1], 0x44), _mm256_shuffle_ps(pair[2 * i], pair[2 * i + 1], 0xee));
+    for (int i = 0; i < 4; ++i) {
+        const __m256 a = x[2 * i], b = x[2 * i + 1];
+        pair[i] = _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+    }
+    for (int i = 0; i < 2; ++i) {
+        const __m256 a = pair[2 * i], b = pair[2 * i + 1];
+        quad[i] = _mm256_add_ps(_mm256_shuffle_ps(a, b, 0x44), _mm256_shuffle_ps(a, b, 0xee));
+    }
     return _mm256_add_ps(_mm256_permute2f128_ps(quad[0], quad[1], 0x20), _mm256_permute2f128_ps(quad[0], quad[1], 0x31));
 }
 
