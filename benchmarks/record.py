@@ -47,7 +47,8 @@ TABLES = (
     Table(
         "step",
         "Where the time of a step goes",
-        "A training step of the tiny preset, and one V4-Flash-width layer. csakit's columns train the indexer, stock's do not.",
+        "A training step of the tiny preset, and one V4-Flash-width layer. csakit's columns train the indexer, stock's do not. "
+        "Other work ran on the second core beside the step.",
         ("--suite step --operations step", "--suite step --operations csa-backward --threads 2 --repeats 2"),
     ),
     Table(
@@ -65,7 +66,8 @@ TABLES = (
     Table(
         "targets",
         "What the native kernels are held to",
-        "The last lines are the goals. Speedups in the table are over the eager author; the CSV has those over everybody else too.",
+        "The last lines are the goals. Speedups in the table are over the eager author; the CSV has those over everybody else too. "
+        "Other work ran on the second core meanwhile.",
         (f"--suite targets --providers {BOTH},eager,megatron --megatron PATH --patience 40 --most-gib 15",),  # Megatron-LM takes them
     ),
     Table(
