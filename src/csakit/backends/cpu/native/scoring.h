@@ -91,7 +91,8 @@ inline bool in_pairs(const Scoring& p) { return p.q.bfloat && p.k.bfloat && p.k.
 template <class E>
 class Scorer {
   public:
-    explicit Scorer(const Scoring& p) : p_(p), heads_(p.heads / p.sets), width_(elements<E>(p.k.width)), ones_(heads_, 1.f) {}
+    explicit Scorer(const Scoring& p)
+        : p_(p), heads_(p.heads / p.sets), width_(elements<E>(p.k.width)), ones_(heads_, 1.f), keys_(p.k), rows_(keys_at_once) {}
 
     void run(const Block& block) {
         Span all{std::numeric_limits<long>::max(), 0};
@@ -101,11 +102,11 @@ class Scorer {
         }
         const long stride = padded(all.count()) + PANEL;
         scores_.floats((block.end - block.begin) * p_.sets * stride);
-        keys_.floats(keys_at_once * p_.k.width);
+        packed_.floats(keys_at_once * p_.k.width);
         for (long first = all.begin; first < all.end; first += keys_at_once) {
             const long count = std::min(keys_at_once, all.end - first);
-            key_rows(block.batch, first, count);
-            pack_transposed(keys(), rows_.data(), count, width_);
+            keys_.rows(rows_.data(), block.batch, 0, count, [&](long n) { return first + n; });
+            pack_transposed(packed(), rows_.data(), count, width_);
             for (long t = block.begin; t < block.end; ++t) {
                 const Span own = visible(p_, block.batch, t);
                 if (own.begin >= first + count || own.end <= first || !own.count()) continue;
@@ -132,23 +133,11 @@ class Scorer {
   private:
     static constexpr long keys_at_once = 128;
 
-    void key_rows(long batch, long first, long count) {
-        rows_.resize(count);
-        for (long n = 0; n < count; ++n) rows_[n] = row_of<E>(p_.k, batch, first + n, 0);
-        if constexpr (std::is_same_v<E, float>) {
-            float* copy = p_.k.bfloat ? widened_keys_.floats(count * p_.k.width) : nullptr;
-            for (long n = 0; n < count && copy; ++n, copy += p_.k.width) {
-                copy_row(copy, p_.k, batch, first + n, 0);
-                rows_[n] = copy;
-            }
-        }
-    }
-
     void score(const Span& own, long first, long count, long at, long set, float* to) {
         const float* weights = p_.weights ? p_.weights + at * p_.heads + set * heads_ : ones_.data();
         for_panels(count, [&](long n, long columns) {
             if (own.begin >= first + n + columns || own.end <= first + n) return;
-            const Packed<E> panel{keys() + n * width_, columns};
+            const Packed<E> panel{packed() + n * width_, columns};
             const auto f = columns == PANEL ? score_keys<2, E> : score_keys<1, E>;
             f(heads_, q_.data() + set * heads_, panel, width_, weights, p_.relu, to + n);
         });
@@ -204,12 +193,13 @@ class Scorer {
         return uint64_t(~bits) << 32 | uint64_t(entry);
     }
 
-    E* keys() const { return reinterpret_cast<E*>(keys_.get()); }
+    E* packed() const { return reinterpret_cast<E*>(packed_.get()); }
 
     const Scoring& p_;
     const long heads_, width_;  // width in elements
     const std::vector<float> ones_;
-    Buffer scores_, keys_, widened_, widened_keys_;
+    RowReader<E> keys_;
+    Buffer scores_, packed_, widened_;
     std::vector<const E*> rows_, q_;
     std::vector<uint64_t> order_;
     std::vector<int32_t> listed_;
